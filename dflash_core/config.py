@@ -1,0 +1,168 @@
+"""The configuration file: its keys, their defaults, and errors a person can act on.
+
+Every command takes `--config FILE` (YAML). A key that does not exist is refused with the name of
+the nearest one that does. Paths may start with `~` and are relative to the working folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dflash_core.errors import ConfigError
+
+DEFAULT_CONFIG_NAME = "dflash.yaml"
+
+
+def _expanded(value: object) -> object:
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+
+
+PathText = Annotated[str, BeforeValidator(_expanded)]
+"""A path or fsspec URL; a leading `~` is expanded."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class HostSettings(_Section):
+    """One machine that `probe` asks and that checkpoints may be read from."""
+
+    url: str
+    """`ssh://user@host:port/path`; the path may be left out. `local` means this machine."""
+    read_only: bool = False
+    """True: the host is only ever read over SFTP and never sent a command."""
+    max_read_mb_s: float | None = Field(default=None, gt=0)
+    """Limit on the read rate in MB/s (10^6 bytes); None reads as fast as the link allows."""
+    known_hosts: PathText | None = "~/.ssh/known_hosts"
+    """File of known host keys. null turns the check off; say so only for a machine you trust."""
+    identity_file: PathText | None = None
+    """Private key to log in with; None uses ~/.ssh/config, the agent and the default keys."""
+    timeout_s: float = Field(default=20.0, gt=0)
+    """How long one answer of this host may take, in seconds."""
+    models: list[PathText] = []
+    """Folders of models that `probe` looks into."""
+    disks: list[PathText] = []
+    """Folders whose disks `probe` reports; None given means the root."""
+
+
+class TargetSettings(_Section):
+    """The frozen model whose output must be reproduced."""
+
+    model: PathText | None = None
+    """A folder, a .gguf file, an fsspec URL or a hub id."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: what the CPU's flags make fast."""
+    store_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: the target's own dtype; float32 where compute_dtype is set to float32."""
+
+
+class CompletionSettings(_Section):
+    """Where the target's own continuations come from."""
+
+    source: Literal["local", "server", "file"] = "local"
+    base_url: str | None = None
+    max_new_tokens: int = Field(default=256, ge=1)
+    thinking: bool = False
+    batch_size: int = Field(default=24, ge=1)
+    """Prompts the local target continues at once."""
+
+
+class DrafterSettings(_Section):
+    """How the drafter is read and run."""
+
+    config: PathText | None = None
+    """A draft config (JSON) for checkpoints that carry none."""
+    block_size: int | None = Field(default=None, ge=1)
+    """Shorter than trained is allowed and is its own number; None takes the drafter's own."""
+    anchors: Literal["walk", "all"] = "walk"
+    """walk drafts only from the anchors that serving would visit; all drafts from every token."""
+
+
+class Config(_Section):
+    """The whole configuration; every key has a default."""
+
+    run: str | None = None
+    """Name of the training run; None takes the name of the folder that holds the steps."""
+    hosts: dict[str, HostSettings] = {}
+    target: TargetSettings = TargetSettings()
+    completions: CompletionSettings = CompletionSettings()
+    prompts: PathText = "prompts.jsonl"
+    drafter: DrafterSettings = DrafterSettings()
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    store: PathText = "~/.cache/dflash-eval"
+    results: PathText = "results/acceptance.duckdb"
+
+
+def load_config(path: str | Path | None = None) -> Config:
+    """Read the configuration file, or return the defaults where there is none.
+
+    Args:
+        path: the file; None takes `dflash.yaml` of the working folder if it exists.
+
+    Returns:
+        The configuration, checked.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or a key or value in it is wrong.
+    """
+    if path is None:
+        if not Path(DEFAULT_CONFIG_NAME).exists():
+            return Config()
+        path = DEFAULT_CONFIG_NAME
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}: {error}; check --config") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    return parse_config({} if data is None else data, where=str(path))
+
+
+def parse_config(data: Any, *, where: str) -> Config:
+    """Check a configuration given as plain data.
+
+    Args:
+        data: what the YAML file holds.
+        where: the name to use for it in error messages.
+
+    Raises:
+        ConfigError: a key does not exist or a value is impossible; the message names both.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must hold keys and values, found {type(data).__name__}; see the README's first config")
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item, where) for item in error.errors())) from error
+
+
+def _explain(item: Any, where: str) -> str:
+    """Return one line for one of pydantic's findings, naming the nearest key for an unknown one."""
+    location = [str(part) for part in item["loc"]]
+    dotted = ".".join(location)
+    if item["type"] != "extra_forbidden":
+        return f"{where}: {dotted} = {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+    known = _keys_beside(location)
+    nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"{where}: unknown key {dotted!r}; {hint}known here: {', '.join(known)}"
+
+
+def _keys_beside(location: list[str]) -> list[str]:
+    """Return the keys that are allowed where an unknown key was found."""
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        field = section.model_fields.get(part)
+        if part == "hosts":
+            section = HostSettings
+        elif field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            section = field.annotation
+    return sorted(section.model_fields)

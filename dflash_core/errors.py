@@ -1,0 +1,120 @@
+"""Every error this project raises on purpose, in one tree.
+
+    DFlashEvalError
+    ├── InputError                what the user typed or wrote is wrong (exit status 2)
+    │   ├── ConfigError           the YAML file: unknown key, wrong type, impossible value
+    │   ├── PromptError           the prompt file: empty, malformed, too long for the target
+    │   ├── TargetError           the target folder: missing, incomplete, of an unknown kind
+    │   ├── DraftConfigError      the draft config: a fact is missing, or two of them contradict
+    │   ├── QueryError            a SQL statement that is not a read, or does not run
+    │   └── CheckpointError       the checkpoint cannot be scored
+    │       ├── CheckpointNotFound     nothing at that address, or no checkpoint in that folder
+    │       ├── CheckpointNotReady     still being written
+    │       ├── CheckpointCorrupt      cut off, or its bytes contradict its own index
+    │       ├── CheckpointChanged      replaced while it was read
+    │       ├── UnsupportedCheckpoint  readable, but of a kind we refuse by name
+    │       └── CheckpointMismatch     made for another target, or against its own config
+    ├── HostError                 a machine could not be used (exit status 2)
+    │   ├── HostUnreachable       no answer, refused, or too slow
+    │   └── HostKeyUnknown        its host key is not in known_hosts
+    ├── DoesNotFit                the job needs more memory or disk than there is (exit status 2)
+    ├── ArtifactDamaged           something in the store is not what its manifest says
+    └── ResultsError              the results database cannot be read or written
+
+A message says what is wrong with its value, what was expected, where, and what to do next; it
+starts in lower case and fits one line. `exit_status` is what `dflash-eval` ends with.
+"""
+
+
+class DFlashEvalError(Exception):
+    """Base of all errors that this project raises on purpose."""
+
+    exit_status = 1
+
+
+class InputError(DFlashEvalError, ValueError):
+    """Raised when what the user gave is wrong and nothing was done."""
+
+    exit_status = 2
+
+
+class ConfigError(InputError):
+    """Raised when the configuration file is missing, malformed or holds an impossible value."""
+
+
+class PromptError(InputError):
+    """Raised when the prompt file is missing, empty, malformed or does not fit the target."""
+
+
+class TargetError(InputError):
+    """Raised when the target model is missing, incomplete or of a kind that cannot be read."""
+
+
+class DraftConfigError(InputError):
+    """Raised when a fact about the drafter is missing or two sources of it contradict."""
+
+
+class QueryError(InputError):
+    """Raised when a SQL statement is not a plain read or does not run."""
+
+
+class CheckpointError(InputError):
+    """Base of the reasons why one checkpoint cannot be scored."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """Raised when nothing lies at the address, or the folder holds no checkpoint."""
+
+
+class CheckpointNotReady(CheckpointError):
+    """Raised when the checkpoint is still being written."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """Raised when the file is cut off or its bytes contradict its own index."""
+
+
+class CheckpointChanged(CheckpointError):
+    """Raised when the checkpoint was replaced while it was being read."""
+
+
+class UnsupportedCheckpoint(CheckpointError):
+    """Raised when the checkpoint can be read but is of a kind that is refused by name."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """Raised when the drafter was made for another target or contradicts its own config."""
+
+
+class HostError(DFlashEvalError, ConnectionError):
+    """Base of the reasons why a machine could not be used."""
+
+    exit_status = 2
+
+
+class HostUnreachable(HostError):
+    """Raised when a host gives no answer, refuses the connection or the login, or is too slow."""
+
+
+class HostKeyUnknown(HostError):
+    """Raised when a host's key is not in its known_hosts file."""
+
+
+class DoesNotFit(DFlashEvalError, MemoryError):
+    """Raised when a job needs more memory or disk than the machine has; nothing was loaded."""
+
+    exit_status = 2
+
+
+class ArtifactDamaged(DFlashEvalError):
+    """Raised when an artifact in the store is not what its manifest says."""
+
+
+class ResultsError(DFlashEvalError):
+    """Raised when the results database cannot be read or written."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error as one line, with its type when the message is empty."""
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
