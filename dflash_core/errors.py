@@ -18,8 +18,10 @@
     │   ├── HostUnreachable       no answer, refused, or too slow
     │   └── HostKeyUnknown        its host key is not in known_hosts
     ├── DoesNotFit                the job needs more memory or disk than there is (exit status 2)
+    ├── ShapeMismatch             two tensors that belong together have different shapes
     ├── ArtifactDamaged           something in the store is not what its manifest says
     └── ResultsError              the results database cannot be read or written
+        └── NoResults                 there is none yet (exit status 2)
 
 A message says what is wrong with its value, what was expected, where, and what to do next; it
 starts in lower case and fits one line. `exit_status` is what `dflash-eval` ends with.
@@ -106,12 +108,22 @@ class DoesNotFit(DFlashEvalError, MemoryError):
     exit_status = 2
 
 
+class ShapeMismatch(DFlashEvalError, ValueError):
+    """Raised when tensors that belong together do not have the same shape."""
+
+
 class ArtifactDamaged(DFlashEvalError):
     """Raised when an artifact in the store is not what its manifest says."""
 
 
 class ResultsError(DFlashEvalError):
     """Raised when the results database cannot be read or written."""
+
+
+class NoResults(ResultsError, FileNotFoundError):
+    """Raised when there is no results database yet, or nothing was ever written to it."""
+
+    exit_status = 2
 
 
 def one_line(error: BaseException) -> str:

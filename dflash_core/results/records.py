@@ -33,6 +33,25 @@ BLOCK_SCHEMA: dict[str, Any] = {
 }
 """Columns of one row per anchor, in order."""
 
+NULLABLE_BLOCK_COLUMNS = frozenset({"walk_step", "is_near_tie", "miss_rank"})
+"""Columns of `BLOCK_SCHEMA` that may be NULL; a target without margins leaves `is_near_tie` NULL."""
+
+SPEC_COLUMNS = (
+    "target_dtype",
+    "thinking",
+    "chat_template_digest",
+    "verification_rule",
+    "counting_rule",
+    "row_alignment",
+    "metrics_version",
+    "extraction_version",
+    "packages",
+)
+"""Keys of `EvaluationRecord.spec` that the table `evaluations` repeats as columns; absent is NULL."""
+
+ALL = "all"
+"""Name of the slice of all prompts; no dataset and no group may be called so."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
@@ -43,14 +62,14 @@ class CheckpointRecord:
     run: str
     step: int | None
     url: str
-    layout: str
-    """What kind of file or folder it is, for example `torch_zip`."""
-    identity: str
-    """Content identity read from the index, without the tensors' bytes."""
+    layout: str | None
+    """What kind of file or folder it is, for example `torch_zip`; None when it could not be read."""
+    identity: str | None
+    """Content identity read from the index, without the tensors' bytes; None when it could not be read."""
     weights_sha256: str | None
     """Digest of the drafter's own tensors once they were streamed."""
-    bytes_total: int
-    """Size of all files of the checkpoint."""
+    bytes_total: int | None
+    """Size of all files of the checkpoint; None when it could not be read."""
     bytes_wanted: int | None
     """Bytes of the drafter's own tensors."""
 
@@ -85,7 +104,11 @@ class EvaluationRecord:
     """`done` or `failed`."""
     error: str | None
     spec: dict[str, Any]
-    """What decided the numbers: target, transcripts, template, thinking flag, dtype, rules, versions."""
+    """What decided the numbers: target, transcripts, template, thinking flag, dtype, rules, versions.
+
+    JSON values only. The keys named in `SPEC_COLUMNS` become columns; `anchors` (`all` or `walk`)
+    says which anchors were drafted from.
+    """
     target: str
     """Name of the target as people know it."""
     block_size: int | None
@@ -93,6 +116,7 @@ class EvaluationRecord:
     dtype: str | None
     transcripts_digest: str | None
     started_at: datetime
+    """With its time zone; stored as UTC."""
     seconds: dict[str, float]
     """Seconds per stage."""
     cached: dict[str, bool]

@@ -1,0 +1,275 @@
+"""The drafter's forward pass over many anchors at once.
+
+Context keys and values of a layer depend only on (context feature, position), and blocks at different
+anchors do not see each other, so they are computed once per transcript and shared by all anchors.
+
+Shapes: T tokens of one transcript, A anchors, K block slots (slot 0 is the anchor), D hidden size,
+H query heads, G key/value heads, E head size, F selected layers x D.
+
+    position      0 ... s-1 |  s      s+1    s+2   ... s+K-1
+    seen by       context   |  anchor mask   mask  ... mask      one block; row j predicts position s+j
+    features of   target    |  (the anchor has no target feature yet)
+
+Source of the semantics: z-lab/dflash `dflash/model.py` as in PyPI `dflash` 0.1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_core.drafter.spec import DrafterSpec
+
+SCORE_BUDGET_ELEMENTS = 32 << 20
+"""Attention scores held at once (128 MB in fp32); anchors are processed in slices below it."""
+
+
+class LayerContext(NamedTuple):
+    """Keys (rotated) and values of one layer over one transcript."""
+
+    keys_GTE: Tensor
+    values_GTE: Tensor
+
+
+class Anchors(NamedTuple):
+    """Where blocks are drafted: positions in one transcript, and how many slots each block has."""
+
+    position_A: Tensor
+    """Absolute position of the anchor token."""
+    token_A: Tensor
+    """Token id of the anchor."""
+    num_slots_A: Tensor
+    """Slots of the block, 1..K; shorter near the length limit."""
+
+
+class Drafter:
+    """Weights and facts of one drafter on one device, ready to draft.
+
+    Args:
+        spec: the canonical facts.
+        weights: canonical tensor name to tensor.
+        embedding_VD: the target's raw embedding.
+        device: where to compute.
+        dtype: dtype of the computation.
+    """
+
+    def __init__(
+        self,
+        spec: DrafterSpec,
+        weights: Mapping[str, Tensor],
+        embedding_VD: Tensor,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.dtype = dtype
+        self._weights = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items()}
+        self._embedding_VD = embedding_VD
+        self._inverse_frequency_E, self._rope_scale = _rope_frequencies(spec)
+        self._inverse_frequency_E = self._inverse_frequency_E.to(device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the scaled noise embedding of token ids, any shape; only these rows are moved."""
+        rows = functional.embedding(token_ids.to(self._embedding_VD.device), self._embedding_VD)
+        return rows.to(device=self.device, dtype=self.dtype) * self.spec.input_embedding_scale
+
+    def read_context(self, features_TF: Tensor) -> list[LayerContext]:
+        """Return every layer's context keys and values for one transcript.
+
+        Args:
+            features_TF: selected hidden states, concatenated in the order of `target_layer_ids`.
+        """
+        features_TF = features_TF.to(device=self.device, dtype=self.dtype)
+        context_TD = self._norm(functional.linear(features_TF, self._weights["fc.weight"]), "hidden_norm.weight")
+        positions_T = torch.arange(features_TF.shape[0], device=self.device)
+        return [self._keys_values(context_TD, positions_T, layer) for layer in range(self.spec.num_layers)]
+
+    def draft_hidden(
+        self, contexts: Sequence[Sequence[LayerContext]], anchors: Sequence[Anchors], num_slots: int
+    ) -> list[Tensor]:
+        """Run blocks at anchors of several transcripts in one pass.
+
+        Args:
+            contexts: per transcript, the result of `read_context`.
+            anchors: per transcript, its anchors; the same length as `contexts`.
+            num_slots: K, slots computed per block; slots beyond a block's own number are meaningless.
+
+        Returns:
+            Per transcript hidden_AKD, after the final norm: the head's input.
+        """
+        counts = [one.position_A.shape[0] for one in anchors]
+        token_AK = torch.full((sum(counts), num_slots), self.spec.mask_token_id)
+        token_AK[:, 0] = torch.cat([one.token_A for one in anchors])
+        hidden_AKD = self.embed(token_AK)
+        position_A = torch.cat([one.position_A for one in anchors]).to(self.device)
+        num_slots_A = torch.cat([one.num_slots_A for one in anchors]).to(self.device)
+        for layer in range(self.spec.num_layers):
+            layer_contexts = [context[layer] for context in contexts]
+            hidden_AKD = self._layer(hidden_AKD, layer, layer_contexts, counts, position_A, num_slots_A)
+        return list(self._norm(hidden_AKD, "norm.weight").split(counts))
+
+    def _layer(
+        self,
+        hidden_AKD: Tensor,
+        layer: int,
+        contexts: Sequence[LayerContext],
+        counts: Sequence[int],
+        position_A: Tensor,
+        num_slots_A: Tensor,
+    ) -> Tensor:
+        prefix = f"layers.{layer}"
+        normed_AKD = self._norm(hidden_AKD, f"{prefix}.input_layernorm.weight")
+        position_AK = position_A[:, None] + torch.arange(hidden_AKD.shape[1], device=self.device)
+        queries_AKHE = self._heads(normed_AKD, f"{prefix}.self_attn.q", self.spec.num_heads)
+        queries_AKHE = self._rotate(queries_AKHE, position_AK)
+        keys_AKGE = self._heads(normed_AKD, f"{prefix}.self_attn.k", self.spec.num_kv_heads)
+        keys_AKGE = self._rotate(keys_AKGE, position_AK)
+        values_AKGE = self._project(normed_AKD, f"{prefix}.self_attn.v_proj").unflatten(-1, (self.spec.num_kv_heads, -1))
+        parts = zip(
+            contexts,
+            queries_AKHE.split(list(counts)),
+            keys_AKGE.split(list(counts)),
+            values_AKGE.split(list(counts)),
+            position_A.split(list(counts)),
+            num_slots_A.split(list(counts)),
+            strict=True,
+        )
+        attended = [self._attend(layer, *part) for part in parts]
+        hidden_AKD = hidden_AKD + self._project(torch.cat(attended), f"{prefix}.self_attn.o_proj")
+        normed_AKD = self._norm(hidden_AKD, f"{prefix}.post_attention_layernorm.weight")
+        gate = functional.silu(self._project(normed_AKD, f"{prefix}.mlp.gate_proj"))
+        inner = gate * self._project(normed_AKD, f"{prefix}.mlp.up_proj")
+        return hidden_AKD + self._project(inner, f"{prefix}.mlp.down_proj")
+
+    def _attend(
+        self,
+        layer: int,
+        context: LayerContext,
+        queries_AKHE: Tensor,
+        keys_AKGE: Tensor,
+        values_AKGE: Tensor,
+        position_A: Tensor,
+        num_slots_A: Tensor,
+    ) -> Tensor:
+        """Return attention's output (A, K, H*E) for anchors of one transcript, in slices of anchors."""
+        num_anchors, num_slots, num_heads, _ = queries_AKHE.shape
+        if num_anchors == 0:
+            return queries_AKHE.new_zeros(0, num_slots, num_heads * self.spec.head_dim)
+        # The last position that any anchor may see: what lies beyond is left out of the products.
+        end = int(position_A.max())
+        slice_size = max(1, SCORE_BUDGET_ELEMENTS // max(1, num_slots * num_heads * (end + num_slots)))
+        context = LayerContext(context.keys_GTE[:, :end], context.values_GTE[:, :end])
+        outputs = [
+            self._attend_slice(
+                layer, context, queries_AKHE[part], keys_AKGE[part], values_AKGE[part], position_A[part], num_slots_A[part]
+            )
+            for part in (slice(first, first + slice_size) for first in range(0, num_anchors, slice_size))
+        ]
+        return torch.cat(outputs)
+
+    def _attend_slice(
+        self,
+        layer: int,
+        context: LayerContext,
+        queries_AKHE: Tensor,
+        keys_AKGE: Tensor,
+        values_AKGE: Tensor,
+        position_A: Tensor,
+        num_slots_A: Tensor,
+    ) -> Tensor:
+        A, K, H, E = queries_AKHE.shape
+        G = self.spec.num_kv_heads
+        R = H // G  # query heads that share one key/value head
+        queries_GARKE = queries_AKHE.view(A, K, G, R, E).permute(2, 0, 3, 1, 4)
+        context_scores = queries_GARKE.reshape(G, A * R * K, E) @ context.keys_GTE.transpose(1, 2)
+        context_scores = context_scores.view(G, A, R, K, -1)
+        keys_GAEK = keys_AKGE.permute(2, 0, 3, 1)
+        block_scores = queries_GARKE.reshape(G, A, R * K, E) @ keys_GAEK
+        block_scores = block_scores.view(G, A, R, K, K)
+        context_mask, block_mask = self._visible(layer, context.keys_GTE.shape[1], K, position_A, num_slots_A)
+        scores = torch.cat(
+            [
+                context_scores.masked_fill(~context_mask[:, None], -torch.inf),
+                block_scores.masked_fill(~block_mask[:, None], -torch.inf),
+            ],
+            dim=-1,
+        )
+        weights = torch.softmax(scores * E**-0.5, dim=-1, dtype=torch.float32).to(self.dtype)
+        T = context.keys_GTE.shape[1]
+        from_context = weights[..., :T].reshape(G, A * R * K, T) @ context.values_GTE
+        values_GAKE = values_AKGE.permute(2, 0, 1, 3)
+        from_block = weights[..., T:].reshape(G, A, R * K, K) @ values_GAKE
+        output_GARKE = from_context.view(G, A, R, K, E) + from_block.view(G, A, R, K, E)
+        return output_GARKE.permute(1, 3, 0, 2, 4).reshape(A, K, H * E)
+
+    def _visible(
+        self, layer: int, num_context: int, num_slots: int, position_A: Tensor, num_slots_A: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return which context tokens (A, K, T) and which slots of its block (A, K, K) each row sees."""
+        slot_K = torch.arange(num_slots, device=self.device)
+        context_T = torch.arange(num_context, device=self.device)
+        context_AKT = (context_T < position_A[:, None, None]).expand(-1, num_slots, -1)
+        block_AKK = (slot_K < num_slots_A[:, None, None]).expand(-1, num_slots, -1)
+        # A slot beyond the block's end is never read; it sees itself, so that its softmax has something.
+        block_AKK = block_AKK | torch.eye(num_slots, dtype=torch.bool, device=self.device)
+        back_KK = slot_K[:, None] - slot_K[None, :]
+        if self.spec.is_causal[layer]:
+            block_AKK = block_AKK & (back_KK >= 0)
+        window = self.spec.windows[layer]
+        if window is not None:
+            query_AK = position_A[:, None] + slot_K
+            context_AKT = context_AKT & (query_AK[:, :, None] - context_T < window)
+            block_AKK = block_AKK & (back_KK.abs() < window)
+        return context_AKT, block_AKK
+
+    def _keys_values(self, context_TD: Tensor, positions_T: Tensor, layer: int) -> LayerContext:
+        prefix = f"layers.{layer}.self_attn"
+        keys_TGE = self._rotate(self._heads(context_TD, f"{prefix}.k", self.spec.num_kv_heads), positions_T)
+        values_TGE = self._project(context_TD, f"{prefix}.v_proj").unflatten(-1, (self.spec.num_kv_heads, -1))
+        return LayerContext(keys_TGE.transpose(0, 1).contiguous(), values_TGE.transpose(0, 1).contiguous())
+
+    def _heads(self, hidden: Tensor, name: str, num_heads: int) -> Tensor:
+        """Return projected and normalised heads (..., heads, E) of queries or keys, not yet rotated."""
+        return self._norm(self._project(hidden, f"{name}_proj").unflatten(-1, (num_heads, -1)), f"{name}_norm.weight")
+
+    def _project(self, hidden: Tensor, name: str) -> Tensor:
+        return functional.linear(hidden, self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
+
+    def _norm(self, hidden: Tensor, name: str) -> Tensor:
+        """RMSNorm as Qwen3 has it: in fp32, then weight times the result in the working dtype."""
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.rms_norm_eps)
+        return self._weights[name] * wide.to(self.dtype)
+
+    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Apply RoPE to (..., heads, E) at positions of the leading shape."""
+        angles = positions[..., None].float() * self._inverse_frequency_E
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        cos = (angles.cos() * self._rope_scale).to(self.dtype)
+        sin = (angles.sin() * self._rope_scale).to(self.dtype)
+        first, second = heads.chunk(2, dim=-1)
+        return heads * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _rope_frequencies(spec: DrafterSpec) -> tuple[Tensor, float]:
+    """Return inverse frequencies (E/2) and the factor on cos and sin, by transformers' own code."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    config = Qwen3Config(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        num_hidden_layers=spec.num_layers,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_parameters=dict(spec.rope),
+    )
+    rotary = Qwen3RotaryEmbedding(config)
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)

@@ -1,0 +1,29 @@
+"""Progress of long work, told to whoever listens; nobody listens unless told to.
+
+The core reports `(stage, done, total)`; the command line turns it into a bar with the time left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Listener = Callable[[str, float, float], None]
+
+_listeners: list[Listener] = []
+
+
+def report(stage: str, done: float, total: float) -> None:
+    """Tell that `done` of `total` units of a stage are finished."""
+    for listener in list(_listeners):
+        listener(stage, done, total)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener(stage, done, total)` for every report inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

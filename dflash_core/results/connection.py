@@ -1,0 +1,164 @@
+"""Short connections to the results database, and what to do while another process holds it.
+
+A DuckDB file has one process that writes, or many that read. So every connection here lives for
+one statement or one transaction, opening is tried again with growing pauses while somebody else
+holds the file, and one process opens the file once at a time (DuckDB shares one instance, with
+its settings, between the connections of a process).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+
+import duckdb
+
+from dflash_core.errors import NoResults, ResultsError
+
+SCHEMA_VERSION = 1
+DEFAULT_WAIT_S = 60.0
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+# A file that another process is just creating is shorter than DuckDB's three headers of 4 KiB.
+NEW_FILE_BYTES = 12288
+
+_in_this_process = threading.Lock()
+
+PathLike = str | os.PathLike[str]
+
+
+def database_exists(path: PathLike) -> bool:
+    """Tell whether a results database lies at a path."""
+    return Path(path).is_file()
+
+
+@contextmanager
+def reading(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open the database read-only and close it again.
+
+    Args:
+        path: of the database file.
+        wait_s: how long to wait, in seconds, while another process writes.
+
+    Raises:
+        NoResults: nothing lies there, or nothing was ever written to it.
+        ResultsError: it is held for too long, is no results database, or is of a newer version.
+    """
+    if not database_exists(path):
+        raise NoResults(f"no results database at {str(path)!r}: run `dflash-eval evaluate` first")
+    with _opened(path, read_only=True, wait_s=wait_s) as connection:
+        if _schema_version(connection, path) is None:
+            raise NoResults(f"the database {str(path)!r} holds no results: run `dflash-eval evaluate` first")
+        yield connection
+
+
+@contextmanager
+def writing(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open the database for one transaction, which is committed at the end or leaves nothing.
+
+    The folder, the file and its tables are made when they are missing.
+
+    Raises:
+        ResultsError: as `reading`, or the folder cannot be made.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"the folder of the results database {str(path)!r} cannot be made: {error}") from error
+    with _opened(path, read_only=False, wait_s=wait_s) as connection:
+        connection.begin()
+        try:
+            if _schema_version(connection, path) is None:
+                _create_schema(connection)
+            yield connection
+        except BaseException:
+            connection.rollback()
+            raise
+        connection.commit()
+
+
+@contextmanager
+def _opened(path: PathLike, *, read_only: bool, wait_s: float) -> Iterator[duckdb.DuckDBPyConnection]:
+    deadline = time.monotonic() + wait_s
+    if not _in_this_process.acquire(timeout=wait_s):
+        raise ResultsError(f"the results database {str(path)!r} is in use by another thread for over {wait_s:g} s")
+    try:
+        connection = _connect(path, read_only=read_only, wait_s=wait_s, deadline=deadline)
+        try:
+            yield connection
+        except duckdb.Error as error:
+            raise ResultsError(f"the results database {str(path)!r} answered: {first_line(error)}") from error
+        finally:
+            connection.close()
+    finally:
+        _in_this_process.release()
+
+
+def _connect(path: PathLike, *, read_only: bool, wait_s: float, deadline: float) -> duckdb.DuckDBPyConnection:
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return duckdb.connect(os.fspath(path), read_only=read_only)
+        except duckdb.Error as error:
+            holder = _holder(error, path)
+            if holder is None:
+                raise ResultsError(f"the results database cannot be opened: {first_line(error)}") from error
+            if time.monotonic() + pause_s > deadline:
+                raise ResultsError(
+                    f"the results database {str(path)!r} was held by {holder} for {wait_s:g} s: "
+                    "close that program, or try again when it has finished"
+                ) from error
+        # Half of the pause is random, so that waiting processes do not all come back at once.
+        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _holder(error: duckdb.Error, path: PathLike) -> str | None:
+    """Name who holds the file, or None when waiting would not help."""
+    text = str(error)
+    if "Could not set lock" in text:
+        found = re.search(r"held in (\S+) \(PID (\d+)\)", text)
+        return f"{Path(found[1]).name} (process {found[2]})" if found else "another process"
+    if "different configuration" in text:
+        return "another connection of this process"
+    is_new = "not a valid DuckDB database" in text and Path(path).stat().st_size < NEW_FILE_BYTES
+    return "a process that is creating it" if is_new else None
+
+
+def _schema_version(connection: duckdb.DuckDBPyConnection, path: PathLike) -> int | None:
+    """Return the version of the schema in the file; None when it has no tables at all.
+
+    Raises:
+        ResultsError: the tables are not ours, or of a version that this program does not know.
+    """
+    tables = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
+    if not tables:
+        return None
+    rows = connection.execute("SELECT schema_version FROM meta").fetchall() if "meta" in tables else []
+    if len(rows) != 1:
+        raise ResultsError(f"{str(path)!r} is a database but not one of results: name another file under `results`")
+    version = int(rows[0][0])
+    if version != SCHEMA_VERSION:
+        raise ResultsError(
+            f"the results database {str(path)!r} has schema version {version}, this program knows {SCHEMA_VERSION}: "
+            "upgrade dflash-eval, or name another file under `results`"
+        )
+    return version
+
+
+def _create_schema(connection: duckdb.DuckDBPyConnection) -> None:
+    connection.execute(resources.files("dflash_core.results").joinpath("schema.sql").read_text(encoding="utf-8"))
+    connection.execute("INSERT INTO meta BY NAME SELECT ? AS schema_version", [SCHEMA_VERSION])
+
+
+def first_line(error: BaseException) -> str:
+    """Return what went wrong in one line, without DuckDB's picture of the statement."""
+    text = str(error).strip()
+    return " ".join(text.split("\n\n")[0].split()) or type(error).__name__

@@ -1,0 +1,68 @@
+"""The target's embedding and head, read from its shards without loading the rest of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import safe_open
+from torch import Tensor
+
+from dflash_core.errors import TargetError
+from dflash_core.target.loading import Target
+
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+class EmbeddingAndHead(NamedTuple):
+    """The two tensors of the target that a drafter borrows, memory-mapped, in the stored dtype."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+    """The same tensor as the embedding where the target ties them."""
+
+
+def load_embedding_and_head(target: Target) -> EmbeddingAndHead:
+    """Read the target's embedding and head.
+
+    Raises:
+        TargetError: a shard has no such tensor, or the target is untied and has no head.
+    """
+    places = _find(target, (_EMBEDDING, _HEAD))
+    if _EMBEDDING not in places:
+        raise TargetError(f"{target.folder} holds no tensor that ends in {_EMBEDDING!r}")
+    embedding_VD = _read(*places[_EMBEDDING])
+    if _HEAD in places and not target.config.tie_word_embeddings:
+        return EmbeddingAndHead(embedding_VD, _read(*places[_HEAD]))
+    if not target.config.tie_word_embeddings:
+        raise TargetError(f"{target.folder} holds no {_HEAD!r}, yet its config does not tie it to the embedding")
+    return EmbeddingAndHead(embedding_VD, embedding_VD)
+
+
+def _find(target: Target, suffixes: tuple[str, ...]) -> dict[str, tuple[Path, str]]:
+    """Return for each suffix the shard and name of its tensor; parts of vision or MTP towers do not count."""
+    found: dict[str, tuple[Path, str]] = {}
+    index = target.folder / "model.safetensors.index.json"
+    if index.exists():
+        pairs = [(name, shard) for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()]
+    else:
+        pairs = [(name, shard) for shard in target.shards for name in _names(target.folder / shard)]
+    for name, shard in pairs:
+        if any(part in ("visual", "vision_tower", "mtp", "audio_tower") for part in name.split(".")):
+            continue
+        for suffix in suffixes:
+            if name == suffix or name.endswith(f".{suffix}"):
+                found.setdefault(suffix, (target.folder / shard, name))
+    return found
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)

@@ -1,0 +1,94 @@
+"""Loading the target into memory, and counting how often it runs.
+
+The count is part of the product: scoring a further checkpoint must not run the target at all, and a
+test reads `num_forward_passes` to prove it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dflash_core.errors import DoesNotFit, TargetError
+from dflash_core.target.loading import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HEADROOM = 1.2
+"""Share above the weights that activations and the allocator need."""
+
+num_forward_passes = 0
+"""Forward passes of any target in this process."""
+
+
+def _count_forward_pass(*_: Any) -> None:
+    global num_forward_passes
+    num_forward_passes += 1
+
+
+def load_model(target: Target, compute_dtype: str) -> Any:
+    """Load the whole target on the CPU, ready for inference.
+
+    Args:
+        target: the model folder.
+        compute_dtype: `float32` or `bfloat16`.
+
+    Raises:
+        DoesNotFit: the weights in that dtype need more memory than is available; nothing was loaded.
+        TargetError: transformers cannot read the folder.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    check_memory(target, compute_dtype)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.folder, dtype=DTYPES[compute_dtype], local_files_only=True, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"{target.folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    model.eval()
+    model.requires_grad_(False)
+    model.register_forward_pre_hook(_count_forward_pass)
+    return model
+
+
+def check_memory(target: Target, compute_dtype: str) -> None:
+    """Refuse, before anything is loaded, a target that does not fit into the available memory.
+
+    Raises:
+        DoesNotFit: with the numbers.
+    """
+    stored = DTYPES.get(target.config.dtype or "", torch.bfloat16)
+    needed = int(target.size_bytes / stored.itemsize * DTYPES[compute_dtype].itemsize * _HEADROOM)
+    available = available_memory_bytes()
+    if available is not None and needed > available:
+        raise DoesNotFit(
+            f"target {target.name!r} in {compute_dtype} needs {needed / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are available; use a machine with more, or target.compute_dtype: bfloat16"
+        )
+
+
+def available_memory_bytes() -> int | None:
+    """Return the memory that can be used without swapping, or None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the stack of decoder layers of a causal language model: it has `layers` and `norm`.
+
+    Raises:
+        TargetError: the model is built in a way that this reader does not know.
+    """
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+        raise TargetError(f"{type(model).__name__} has no decoder with `layers` and `norm`; this kind is not supported")
+    return decoder

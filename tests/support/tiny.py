@@ -1,0 +1,152 @@
+"""Tiny targets and drafters made in seconds, good enough that accepted counts run from 0 to a full block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dflash_core.drafter.model import Anchors, Drafter
+from dflash_core.drafter.spec import DrafterSpec, expected_shapes, read_drafter_spec
+from dflash_core.target.head import load_embedding_and_head
+from dflash_core.target.hidden_states import HiddenStates
+from dflash_core.target.loading import Target, read_target_folder
+from dflash_core.target.transcripts import Transcript
+
+VOCAB = 160
+MASK_TOKEN_ID = 159
+STOP_TOKEN_ID = 7
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": STOP_TOKEN_ID,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def write_tiny_target(folder: Path, family: str, *, seed: int = 0, tied: bool = False) -> Target:
+    """Save a random target of a family (`qwen3` or `llama`) in float32."""
+    torch.manual_seed(seed)
+    if family == "qwen3":
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=tied))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=tied))
+    with torch.no_grad():
+        # Larger weights than the usual init: the greedy text then varies instead of repeating one token.
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6.0)
+    model.save_pretrained(folder)
+    return read_target_folder(folder, name=f"tiny-{family}")
+
+
+def draft_config(target: Target, **changes: Any) -> dict[str, Any]:
+    """Return a z-lab draft config for a tiny target."""
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": target.config.hidden_size,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "vocab_size": target.config.vocab_size,
+        "num_target_layers": target.config.num_layers,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": [1, 2, 4]},
+    }
+    return config | changes
+
+
+def random_weights(config: dict[str, Any], target: Target, *, seed: int = 0) -> tuple[DrafterSpec, dict[str, Tensor]]:
+    """Return the spec of a draft config and random weights of the shapes it calls for."""
+    generator = torch.Generator().manual_seed(seed)
+    head_norm = {"layers.0.self_attn.q_norm.weight": [config["head_dim"]]}
+    shapes = _shapes_of(config, target, head_norm)
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    return read_drafter_spec(config, shapes, target.config, where="draft config"), weights
+
+
+def _shapes_of(config: dict[str, Any], target: Target, seed_shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    class _Facts:
+        hidden_size = config["hidden_size"]
+        intermediate_size = config["intermediate_size"]
+        num_heads = config["num_attention_heads"]
+        num_kv_heads = config["num_key_value_heads"]
+        head_dim = seed_shapes["layers.0.self_attn.q_norm.weight"][0]
+        num_layers = config["num_hidden_layers"]
+        target_layer_ids = config["dflash_config"]["target_layer_ids"]
+
+    return expected_shapes(_Facts)  # type: ignore[arg-type]
+
+
+def train_drafter(
+    spec: DrafterSpec,
+    weights: dict[str, Tensor],
+    target: Target,
+    transcripts: list[Transcript],
+    states: HiddenStates,
+    *,
+    num_steps: int,
+    seed: int = 0,
+    learning_rate: float = 3e-3,
+) -> dict[str, Tensor]:
+    """Fit a drafter to transcripts by our own forward pass; an overfit one drafts whole blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding, head = load_embedding_and_head(target)
+    weights = {name: tensor.clone().requires_grad_(True) for name, tensor in weights.items()}
+    drafter = Drafter(spec, weights, embedding, device=torch.device("cpu"), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(weights.values(), lr=learning_rate, weight_decay=0.0)
+    features = [features_of(spec, transcripts, states, index) for index in range(len(transcripts))]
+    num_drafts = spec.block_size - 1
+    for step in range(num_steps):
+        index = step % len(transcripts)
+        transcript = transcripts[index]
+        response = torch.tensor(transcript.response_ids)
+        chosen = torch.randint(0, max(1, len(response) - num_drafts), (32,), generator=generator)
+        first = len(transcript.prompt_ids)
+        anchors = Anchors(chosen + first, response[chosen], torch.full_like(chosen, spec.block_size))
+        (hidden,) = drafter.draft_hidden([drafter.read_context(features[index])], [anchors], spec.block_size)
+        labels = torch.stack([response[chosen + slot] for slot in range(1, spec.block_size)], dim=1)
+        logits = hidden[:, 1:] @ head.T
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def features_of(spec: DrafterSpec, transcripts: list[Transcript], states: HiddenStates, index: int) -> Tensor:
+    """Return features_TF of one transcript from the stored hidden states."""
+    first = sum(transcript.num_tokens for transcript in transcripts[:index])
+    end = first + transcripts[index].num_tokens
+    return torch.cat([states.load_layer(layer)[first:end] for layer in spec.target_layer_ids], dim=-1)
+
+
+def write_drafter(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """Save a drafter as a z-lab release folder: config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
