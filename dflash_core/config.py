@@ -45,9 +45,9 @@ class HostSettings(_Section):
     """Private key to log in with; None uses ~/.ssh/config, the agent and the default keys."""
     timeout_s: float = Field(default=20.0, gt=0)
     """How long one answer of this host may take, in seconds."""
-    models: list[PathText] = []
-    """Folders of models that `probe` looks into."""
-    disks: list[PathText] = []
+    models: list[str] = []
+    """Folders of models that `probe` looks into; a leading `~` is the home folder on that host."""
+    disks: list[str] = []
     """Folders whose disks `probe` reports; None given means the root."""
 
 
@@ -137,11 +137,27 @@ def parse_config(data: Any, *, where: str) -> Config:
         ConfigError: a key does not exist or a value is impossible; the message names both.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"{where} must hold keys and values, found {type(data).__name__}; see the README's first config")
+        raise ConfigError(
+            f"{where} must hold keys and values, found {type(data).__name__}; see the README's first config"
+        )
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item, where) for item in error.errors())) from error
+
+
+def with_overrides(config: Config, *, block_size: int | None = None, device: str | None = None) -> Config:
+    """Return the configuration with what was given on the command line in its place.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+    data = config.model_dump()
+    if block_size is not None:
+        data["drafter"]["block_size"] = block_size
+    if device is not None:
+        data["device"] = device
+    return parse_config(data, where="command line")
 
 
 def _explain(item: Any, where: str) -> str:

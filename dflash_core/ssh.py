@@ -67,7 +67,11 @@ def settings_for(url: str, hosts: Mapping[str, HostSettings]) -> HostSettings:
         if not is_ssh_url(host.url):
             continue
         known = parse_ssh_url(host.url)
-        if (known.host, known.port or DEFAULT_PORT, known.user) == (address.host, address.port or DEFAULT_PORT, address.user):
+        if (known.host, known.port or DEFAULT_PORT, known.user) == (
+            address.host,
+            address.port or DEFAULT_PORT,
+            address.user,
+        ):
             return host
     return HostSettings(url=url)
 

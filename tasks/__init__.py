@@ -1,0 +1,1 @@
+"""Prefect tasks: one per costly or outward step, each one call into the core."""

@@ -73,7 +73,9 @@ def tau_prompt_mean(emitted_per_prompt: ArrayLike, steps_per_prompt: ArrayLike) 
     has_steps_N = steps_N > 0
     if not has_steps_N.any():
         return math.nan
-    return float((emitted_N[has_steps_N] / steps_N[has_steps_N]).mean())
+    tau_N = emitted_N[has_steps_N] / steps_N[has_steps_N]
+    # fsum rounds once, so that the order in which prompts come does not show in the last digit.
+    return math.fsum(tau_N) / len(tau_N)
 
 
 def bootstrap_interval(

@@ -241,7 +241,9 @@ class SftpSource(Source):
             where = self.settings.known_hosts
             return HostKeyUnknown(f"the host key of {endpoint} is not in {where!r}; {self._key_advice()}")
         if isinstance(error, asyncssh.PermissionDenied):
-            return HostUnreachable(f"{endpoint} refused the login: {error.reason}; check the user name and identity_file")
+            return HostUnreachable(
+                f"{endpoint} refused the login: {error.reason}; check the user name and identity_file"
+            )
         if isinstance(error, socket.gaierror):
             return HostUnreachable(f"no host is called {self.address.host!r}; check the URL and ~/.ssh/config")
         if isinstance(error, TimeoutError):

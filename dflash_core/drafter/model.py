@@ -130,7 +130,9 @@ class Drafter:
         queries_AKHE = self._rotate(queries_AKHE, position_AK)
         keys_AKGE = self._heads(normed_AKD, f"{prefix}.self_attn.k", self.spec.num_kv_heads)
         keys_AKGE = self._rotate(keys_AKGE, position_AK)
-        values_AKGE = self._project(normed_AKD, f"{prefix}.self_attn.v_proj").unflatten(-1, (self.spec.num_kv_heads, -1))
+        values_AKGE = self._project(normed_AKD, f"{prefix}.self_attn.v_proj").unflatten(
+            -1, (self.spec.num_kv_heads, -1)
+        )
         parts = zip(
             contexts,
             queries_AKHE.split(list(counts)),
@@ -167,7 +169,13 @@ class Drafter:
         context = LayerContext(context.keys_GTE[:, :end], context.values_GTE[:, :end])
         outputs = [
             self._attend_slice(
-                layer, context, queries_AKHE[part], keys_AKGE[part], values_AKGE[part], position_A[part], num_slots_A[part]
+                layer,
+                context,
+                queries_AKHE[part],
+                keys_AKGE[part],
+                values_AKGE[part],
+                position_A[part],
+                num_slots_A[part],
             )
             for part in (slice(first, first + slice_size) for first in range(0, num_anchors, slice_size))
         ]

@@ -142,7 +142,10 @@ class _Track:
 
     def block_rows(self, margins_T: Tensor) -> Iterator[dict[str, Any]]:
         """Yield one row per anchor in the columns of `results.records.BLOCK_SCHEMA`."""
-        table = [self.rows[index]["num_emitted_tokens"] if index in self.rows else 1 for index in range(self.num_response - 1)]
+        table = [
+            self.rows[index]["num_emitted_tokens"] if index in self.rows else 1
+            for index in range(self.num_response - 1)
+        ]
         step_of = {anchor: step for step, anchor in enumerate(walk.serving_walk(table))}
         first = len(self.transcript.prompt_ids)
         for index, row in sorted(self.rows.items()):
@@ -224,9 +227,7 @@ def _groups(transcripts: Sequence[Transcript]) -> Iterator[list[int]]:
         yield group
 
 
-def _draft_and_judge(
-    drafter: Drafter, head: Head, tracks: Sequence[_Track], indices: Sequence[Sequence[int]]
-) -> None:
+def _draft_and_judge(drafter: Drafter, head: Head, tracks: Sequence[_Track], indices: Sequence[Sequence[int]]) -> None:
     """Draft blocks at the given anchors of each transcript in one pass and note how far they are accepted."""
     hidden = drafter.draft_hidden(
         [track.context for track in tracks],

@@ -92,7 +92,7 @@ class _Reader:
         values = list(places.values())
         if len(values) == 2 and values[0] != values[1]:
             raise DraftConfigError(
-                f"{self.where}: dflash_config.{key} = {values[0]!r} contradicts {key} = {values[1]!r}; remove the wrong one"
+                f"{self.where}: dflash_config.{key} = {values[0]!r} contradicts {key} = {values[1]!r}; remove one"
             )
         if not values:
             return None
@@ -104,7 +104,9 @@ class _Reader:
         value = self.find(key, nested=nested)
         if value is None:
             at = f"dflash_config.{key} or {key}" if nested else key
-            raise DraftConfigError(f"{self.where} lacks {at}, which the weights do not tell; add it to the draft config")
+            raise DraftConfigError(
+                f"{self.where} lacks {at}, which the weights do not tell; add it to the draft config"
+            )
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -171,6 +173,19 @@ def read_drafter_spec(
     return spec
 
 
+def target_layer_ids(config: Mapping[str, Any], target: ModelConfig, *, where: str) -> tuple[int, ...]:
+    """Return only the target layers that a draft config reads, 0-based.
+
+    Raises:
+        DraftConfigError: the list is malformed.
+        CheckpointMismatch: it names a layer that the target does not have.
+        UnsupportedCheckpoint: a kind of drafter that is not scored yet.
+    """
+    _refuse_other_kinds(config, where)
+    reader = _Reader(config, where)
+    return _target_layer_ids(reader, target, reader.need("num_hidden_layers", int))
+
+
 def _refuse_other_kinds(config: Mapping[str, Any], where: str) -> None:
     kind = config.get("speculators_model_type")
     if kind is not None:
@@ -206,7 +221,9 @@ def _attention_kinds(reader: _Reader, num_layers: int) -> tuple[tuple[int | None
     causal = tuple(kind == _SLIDING if is_causal is None else bool(is_causal) for kind in kinds)
     if _SLIDING not in kinds:
         if reader.top.get("use_sliding_window"):
-            raise DraftConfigError(f"{reader.where}: use_sliding_window is true, but layer_types names no sliding layer")
+            raise DraftConfigError(
+                f"{reader.where}: use_sliding_window is true, but layer_types names no sliding layer"
+            )
         return (None,) * num_layers, causal
     window = reader.need("sliding_window", int)
     if reader.top.get("use_sliding_window") is not True:
@@ -234,8 +251,10 @@ def _rope(reader: _Reader) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedCheckpoint(f"{reader.where}: rope parameters per layer type are not supported yet")
     if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedCheckpoint(f"{reader.where}: partial_rotary_factor is not supported; drafters rotate whole heads")
-    parameters["rope_theta"] = float(theta if theta is not None else inner)
+        raise UnsupportedCheckpoint(
+            f"{reader.where}: partial_rotary_factor is not supported; drafters rotate whole heads"
+        )
+    parameters["rope_theta"] = float(inner if theta is None else theta)  # type: ignore[arg-type]
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type", "default")
     if parameters["rope_type"] not in _ROPE_TYPES:
         raise UnsupportedCheckpoint(
@@ -292,7 +311,7 @@ def _check_target(spec: DrafterSpec, reader: _Reader, target: ModelConfig) -> No
             )
     if not 0 <= spec.mask_token_id < target.vocab_size:
         raise DraftConfigError(
-            f"{reader.where}: mask_token_id = {spec.mask_token_id} lies outside the vocabulary 0..{target.vocab_size - 1}"
+            f"{reader.where}: mask_token_id = {spec.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
         )
     if spec.block_size < 1 or spec.num_heads % spec.num_kv_heads:
         raise DraftConfigError(
@@ -333,18 +352,23 @@ def _check_tensors(
 ) -> None:
     if configured_head_dim is not None and configured_head_dim != spec.head_dim:
         raise CheckpointMismatch(
-            f"{where}: head_dim = {configured_head_dim} contradicts layers.0.self_attn.q_norm.weight of length {spec.head_dim}"
+            f"{where}: head_dim = {configured_head_dim} contradicts layers.0.self_attn.q_norm.weight, "
+            f"whose length is {spec.head_dim}"
         )
     expected = expected_shapes(spec)
     for name, shape in expected.items():
         if name not in shapes:
-            raise CheckpointMismatch(f"the checkpoint lacks {name}, which {where} calls for; is it the config of this run?")
+            raise CheckpointMismatch(
+                f"the checkpoint lacks {name}, which {where} calls for; is it the config of this run?"
+            )
         if list(shapes[name]) != shape:
             raise CheckpointMismatch(_shape_message(name, list(shapes[name]), shape, spec, where))
     biases = {name.replace(".weight", ".bias") for name in expected if ".self_attn." in name and "_proj" in name}
     extra = sorted(set(shapes) - set(expected) - biases)
     if extra:
-        raise UnsupportedCheckpoint(f"the checkpoint holds {extra[:3]}, which {where} has no use for; refused, not dropped")
+        raise UnsupportedCheckpoint(
+            f"the checkpoint holds {extra[:3]}, which {where} has no use for; refused, not dropped"
+        )
 
 
 def _shape_message(name: str, found: list[int], wanted: list[int], spec: DrafterSpec, where: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_core.errors import TargetError, one_line
 from dflash_core.hosts.report import ModelFolder
+from dflash_core.hosts.wording import printable
 from dflash_core.target.model_config import ModelConfig, read_model_config
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -64,7 +65,7 @@ def describe_folder(answer: FolderAnswer) -> ModelFolder:
         num_shards=len(shards),
         shards_missing=tuple(missing),
         config=config,
-        problem="; ".join(problems) or None,
+        problem=printable("; ".join(problems), longest=500),
     )
 
 
@@ -111,16 +112,17 @@ def _read_config(answer: FolderAnswer, problems: list[str]) -> ModelConfig | Non
 def _find_shards(answer: FolderAnswer, problems: list[str]) -> tuple[list[str], list[str]]:
     """Return the weight files that are there and those that are asked for and are not."""
     expected, total_bytes = _read_index(answer, problems)
-    present = [name for name, size in answer.sizes.items() if size > 0]
-    for suffix in WEIGHT_SUFFIXES:
-        found = sorted(name for name in present if _is_weight_file(name, suffix))
-        asked = expected or _numbered_siblings([*found, *answer.broken_links], suffix)
-        if found or (asked and expected):
-            break
-    if not asked:
-        return found, []
-    missing = [] if answer.is_cut else sorted(asked - set(present))
-    shards = sorted(asked & set(present))
+    present = {name for name, size in answer.sizes.items() if size > 0}
+    # A link to nowhere is a download that did not finish; a file without a byte, one that just began.
+    hollow = {*answer.broken_links, *answer.sizes} - present
+    named = present | hollow | expected
+    suffix = next((suffix for suffix in WEIGHT_SUFFIXES if any(_is_weight_file(name, suffix) for name in named)), None)
+    if suffix is None:
+        return [], []
+    weights = {name for name in present | hollow if _is_weight_file(name, suffix)}
+    asked = expected or weights | _numbered_siblings(weights, suffix)
+    shards = sorted(asked & present)
+    missing = [] if answer.is_cut else sorted(asked - present)
     weights_bytes = sum(answer.sizes[name] for name in shards)
     if total_bytes is not None and not missing and weights_bytes < total_bytes:
         problems.append(f"the shards hold {weights_bytes} bytes, their index counts {total_bytes}: one is cut off")
@@ -147,7 +149,7 @@ def _numbered_siblings(names: Iterable[str], suffix: str) -> set[str]:
     asked: set[str] = set()
     for name in names:
         numbered = _NUMBERED.fullmatch(name)
-        if numbered and numbered[4] == suffix and _is_weight_file(name, suffix):
+        if numbered and numbered[4] == suffix:
             total = min(int(numbered[3]), 9999)
             asked |= {f"{numbered[1]}-{number:05d}-of-{numbered[3]}{suffix}" for number in range(1, total + 1)}
     return asked

@@ -58,7 +58,9 @@ def json_text(value: Any, what: str) -> str:
 
 
 def _refused(record: EvaluationRecord, problem: str) -> ResultsError:
-    return ResultsError(f"evaluation {record.evaluation_id[:12]!r} of {record.checkpoint.url!r} was not stored: {problem}")
+    return ResultsError(
+        f"evaluation {record.evaluation_id[:12]!r} of {record.checkpoint.url!r} was not stored: {problem}"
+    )
 
 
 def _check_prompts(record: EvaluationRecord) -> None:

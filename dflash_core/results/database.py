@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import duckdb
 import polars
+import polars.selectors
 
 from dflash_core.errors import NoResults, ResultsError
 from dflash_core.results.aggregate import ACCEPTANCE_SCHEMA, aggregate
@@ -28,8 +29,8 @@ _ADD_CHECKPOINT = """
         run = excluded.run, step = excluded.step, url = excluded.url,
         layout = coalesce(excluded.layout, layout), identity = coalesce(excluded.identity, identity),
         weights_sha256 = coalesce(excluded.weights_sha256, weights_sha256),
-        bytes_total = coalesce(excluded.bytes_total, bytes_total),
-        bytes_wanted = coalesce(excluded.bytes_wanted, bytes_wanted)
+        bytes_total = coalesce(CAST(excluded.bytes_total AS BIGINT), bytes_total),
+        bytes_wanted = coalesce(CAST(excluded.bytes_wanted AS BIGINT), bytes_wanted)
 """
 _ADD = {
     "checkpoints": _ADD_CHECKPOINT,
@@ -186,9 +187,7 @@ def _rows(record: EvaluationRecord) -> dict[str, polars.DataFrame]:
     if record.blocks is None or record.block_size is None:
         return tables
     has_all_anchors = record.spec.get("anchors") == "all" or not record.blocks["is_on_walk"].all()
-    aggregates = aggregate(
-        record.blocks, record.prompts, block_size=record.block_size, has_all_anchors=has_all_anchors
-    )
+    aggregates = aggregate(record.blocks, record.prompts, block_size=record.block_size, has_all_anchors=has_all_anchors)
     return tables | {
         "prompts": _frame(_prompt_rows(record)),
         "blocks": record.blocks.with_columns(key),
@@ -198,7 +197,9 @@ def _rows(record: EvaluationRecord) -> dict[str, polars.DataFrame]:
 
 
 def _frame(rows: list[dict[str, Any]]) -> polars.DataFrame:
-    return polars.DataFrame(rows, infer_schema_length=None)
+    """Return rows as a frame; a column of nothing but None is text, since DuckDB reads no Arrow column of type null."""
+    frame = polars.DataFrame(rows, infer_schema_length=None)
+    return frame.with_columns(polars.selectors.by_dtype(polars.Null).cast(polars.String))
 
 
 def _checkpoint_row(record: EvaluationRecord) -> dict[str, Any]:

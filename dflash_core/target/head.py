@@ -34,10 +34,11 @@ def load_embedding_and_head(target: Target) -> EmbeddingAndHead:
     if _EMBEDDING not in places:
         raise TargetError(f"{target.folder} holds no tensor that ends in {_EMBEDDING!r}")
     embedding_VD = _read(*places[_EMBEDDING])
-    if _HEAD in places and not target.config.tie_word_embeddings:
+    tied = target.config.tie_word_embeddings
+    if tied is not True and _HEAD in places:
         return EmbeddingAndHead(embedding_VD, _read(*places[_HEAD]))
-    if not target.config.tie_word_embeddings:
-        raise TargetError(f"{target.folder} holds no {_HEAD!r}, yet its config does not tie it to the embedding")
+    if tied is False:
+        raise TargetError(f"{target.folder} holds no {_HEAD!r}, yet its config says that it is not tied")
     return EmbeddingAndHead(embedding_VD, embedding_VD)
 
 

@@ -76,11 +76,14 @@ def find_hidden_states(
     store: Store, target: Target, transcripts: str, layers: Iterable[int], *, compute_dtype: str, store_dtype: str
 ) -> HiddenStates | None:
     """Return the stored states, or None where a part is missing or damaged."""
+    wanted: list[int | str] = [*layers, FINAL, CHOICES]
     found = {
-        part: store.find(KIND, layer_key(target, transcripts, part, compute_dtype=compute_dtype, store_dtype=store_dtype))
-        for part in (*layers, FINAL, CHOICES)
+        part: store.find(
+            KIND, layer_key(target, transcripts, part, compute_dtype=compute_dtype, store_dtype=store_dtype)
+        )
+        for part in wanted
     }
-    return _assemble({part: artifact for part, artifact in found.items() if artifact is not None}, list(found), False)
+    return _assemble({part: artifact for part, artifact in found.items() if artifact is not None}, wanted, False)
 
 
 def extract_hidden_states(
@@ -113,9 +116,9 @@ def extract_hidden_states(
             f"was it trained for another target?"
         )
     name = transcripts_digest(transcripts)
+    wanted: list[int | str] = [*dict.fromkeys(layers), FINAL, CHOICES]
     key_of = {
-        part: layer_key(target, name, part, compute_dtype=compute_dtype, store_dtype=store_dtype)
-        for part in (*dict.fromkeys(layers), FINAL, CHOICES)
+        part: layer_key(target, name, part, compute_dtype=compute_dtype, store_dtype=store_dtype) for part in wanted
     }
     found = {part: store.find(KIND, key) for part, key in key_of.items()}
     missing = [part for part, artifact in found.items() if artifact is None]
@@ -123,7 +126,7 @@ def extract_hidden_states(
         taken = _run_target(load_model(target, compute_dtype), transcripts, missing, DTYPES[store_dtype])
         for part in missing:
             found[part] = store.build(KIND, key_of[part], _writer(part, taken, compute_dtype, store_dtype))
-    states = _assemble({part: artifact for part, artifact in found.items() if artifact}, list(found), bool(missing))
+    states = _assemble({part: artifact for part, artifact in found.items() if artifact}, wanted, bool(missing))
     assert states is not None, found
     return states
 

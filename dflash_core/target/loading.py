@@ -142,7 +142,7 @@ def _converter(path: Path) -> Any:
             **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
         # save_pretrained refuses what still says it is quantised.
-        model.hf_quantizer = None
+        model.hf_quantizer = None  # type: ignore[assignment]
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

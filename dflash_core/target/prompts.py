@@ -73,7 +73,8 @@ def _parse(line: str, where: str, number: int) -> Prompt:
 def _messages(data: dict[str, Any], where: str) -> tuple[tuple[str, str], ...]:
     if {"turns", "response", "prompt_ids", "response_ids"} & set(data):
         raise PromptError(
-            f"{where} uses turns, response, prompt_ids or response_ids, which are not supported yet; give `prompt` or `messages`"
+            f"{where} uses turns, response, prompt_ids or response_ids, which are not supported yet; "
+            f"give `prompt` or `messages`"
         )
     if ("prompt" in data) == ("messages" in data):
         raise PromptError(f"{where} needs exactly one of `prompt` and `messages`")

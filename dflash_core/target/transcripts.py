@@ -1,4 +1,4 @@
-"""Transcripts: every prompt with the target's own greedy continuation, as token ids.
+r"""Transcripts: every prompt with the target's own greedy continuation, as token ids.
 
 Under greedy verification speculative decoding emits exactly this continuation, so a transcript is all
 that scoring a drafter needs from the target's decoding.
@@ -142,7 +142,9 @@ def _stop_token_ids(target: Target, tokenizer: Any) -> tuple[int, ...]:
         if found is not None:
             return tuple(sorted({found} if isinstance(found, int) else set(found)))
     if tokenizer.eos_token_id is None:
-        raise TargetError(f"{target.folder} names no stop token (eos_token_id); every transcript would run to the limit")
+        raise TargetError(
+            f"{target.folder} names no stop token (eos_token_id); every transcript would run to the limit"
+        )
     return (int(tokenizer.eos_token_id),)
 
 
@@ -211,8 +213,14 @@ def read_transcripts(artifact: Artifact) -> list[Transcript]:
     transcripts = []
     for line in artifact.file(FILE_NAME).read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
-        ids = {name: tuple(data.pop(name)) for name in ("prompt_ids", "response_ids")}
-        transcripts.append(Transcript(**data, **ids))
+        transcripts.append(
+            Transcript(
+                id=data["id"],
+                prompt_ids=tuple(data["prompt_ids"]),
+                response_ids=tuple(data["response_ids"]),
+                stop_reason=data["stop_reason"],
+            )
+        )
     return transcripts
 
 
@@ -248,9 +256,7 @@ def generate(
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
         done = first * max_new_tokens
-        counter = _TokenCounter(lambda steps, done=done, size=len(batch): progress.report(  # type: ignore[misc]
-            KIND, done + steps * size, total
-        ))
+        counter = _StepCounter(done, len(batch), total)
         responses = _generate_batch(
             model, [prompts[index].prompt_ids for index in batch], stop_token_ids, max_new_tokens, counter
         )
@@ -289,16 +295,17 @@ def _generate_batch(
     return output_BT[:, longest:].tolist()
 
 
-class _TokenCounter:
-    """A stopping criterion that never stops; it counts decoding steps for the progress report."""
+class _StepCounter:
+    """A stopping criterion that never stops; it reports the progress of one batch."""
 
-    def __init__(self, tell: Any) -> None:
-        self._tell = tell
-        self._steps = 0
+    def __init__(self, done: int, batch_size: int, total: int) -> None:
+        self._done = done
+        self._batch_size = batch_size
+        self._total = total
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self._steps += 1
-        self._tell(self._steps)
+        self._done += self._batch_size
+        progress.report(KIND, self._done, self._total)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
@@ -308,6 +315,9 @@ def _cut(prompt: RenderedPrompt, response: Sequence[int], stop_token_ids: Sequen
     for place, token in enumerate(response):
         if token in stops:
             return Transcript(
-                id=prompt.id, prompt_ids=prompt.prompt_ids, response_ids=tuple(response[: place + 1]), stop_reason="stop"
+                id=prompt.id,
+                prompt_ids=prompt.prompt_ids,
+                response_ids=tuple(response[: place + 1]),
+                stop_reason="stop",
             )
     return Transcript(id=prompt.id, prompt_ids=prompt.prompt_ids, response_ids=tuple(response), stop_reason="length")

@@ -1,0 +1,218 @@
+"""Finding the checkpoints of a run, and telling which are ready to be scored."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+
+from dflash_core.checkpoints.inspection import read_shard_index, read_side_files
+from dflash_core.checkpoints.layout import (
+    SHARD_INDEX,
+    WEIGHT_SUFFIXES,
+    Located,
+    is_unfinished_name,
+    is_weight_name,
+    locate,
+    locate_in_folder,
+    natural_key,
+    step_in_name,
+)
+from dflash_core.checkpoints.names import shortened
+from dflash_core.checkpoints.safetensors_file import read_header
+from dflash_core.checkpoints.sources import DirEntry, Source, open_source
+from dflash_core.checkpoints.torch_file import read_torch_index
+from dflash_core.checkpoints.values import CheckpointCutOff, FoundCheckpoint, Readiness
+from dflash_core.checkpoints.zip_index import RangeReader
+from dflash_core.config import HostSettings
+from dflash_core.errors import CheckpointNotFound, CheckpointNotReady, UnsupportedCheckpoint
+
+
+def list_checkpoints(
+    run_url: str,
+    *,
+    hosts: Mapping[str, HostSettings] | None = None,
+    source: Source | None = None,
+    allow_empty: bool = False,
+) -> list[FoundCheckpoint]:
+    """Return the checkpoints in a run's folder in the order of their steps; reads no file.
+
+    Links are followed and counted once (`step_latest` is `step_300`); hidden and temporary names
+    are passed over. A URL of one checkpoint gives that one.
+
+    Args:
+        run_url: the folder that holds the steps, or one checkpoint.
+        hosts: the configured hosts.
+        source: an open source of the same place, to save a connection.
+        allow_empty: return an empty list for a folder without a checkpoint, as a watch wants that
+            starts before the training.
+
+    Raises:
+        CheckpointNotFound: nothing is there, or no checkpoint in it.
+        HostUnreachable, HostKeyUnknown: its host cannot be used.
+    """
+    with ExitStack() as stack:
+        place = source or stack.enter_context(open_source(run_url, hosts or {}))
+        path = place.path_of(run_url)
+        if place.stat(path).kind != "folder":
+            return [_found_file(place, locate(place, path))]
+        entries = place.list_dir(path)
+        itself = _folder_checkpoint(path, entries)
+        if itself is not None and not _holds_many(entries):
+            return [_found_folder(place, path, entries)]
+        found = _in_run_folder(place, entries)
+        if not found and not allow_empty:
+            held = shortened(entry.name for entry in entries) or "nothing"
+            raise CheckpointNotFound(
+                f"{run_url} holds no checkpoint but {held}; expected folders such as step_100 with checkpoint.pt or "
+                "model.safetensors, or files such as checkpoint-100.pt"
+            )
+        return found
+
+
+def check_readiness(
+    found: FoundCheckpoint,
+    previous_signature: str | None,
+    *,
+    hosts: Mapping[str, HostSettings] | None = None,
+    source: Source | None = None,
+) -> Readiness:
+    """Tell whether a checkpoint is whole and nobody is writing it.
+
+    Args:
+        found: as listed now.
+        previous_signature: its signature at the last look; None at the first.
+        hosts: the configured hosts.
+        source: an open source of the same place, to save a connection.
+
+    Returns:
+        Ready when two looks saw the same sizes and times, no marker says otherwise, and each file
+        ends where its own index says. A checkpoint of a kind that is refused counts as ready, so
+        that scoring it records the refusal.
+
+    Raises:
+        HostUnreachable, HostKeyUnknown: its host cannot be used.
+    """
+    if found.incomplete_reason is not None:
+        return Readiness(ready=False, reason=found.incomplete_reason)
+    if previous_signature is None:
+        return Readiness(ready=False, reason="seen for the first time; it must be the same at a second look")
+    if previous_signature != found.signature:
+        return Readiness(ready=False, reason="it changed since the last look; its writer is at work")
+    with ExitStack() as stack:
+        try:
+            place = source or stack.enter_context(open_source(found.url, hosts or {}))
+            _require_whole(place, locate(place, place.path_of(found.url)))
+        except (CheckpointCutOff, CheckpointNotReady, CheckpointNotFound) as error:
+            return Readiness(ready=False, reason=str(error))
+        except UnsupportedCheckpoint as error:
+            return Readiness(ready=True, reason=f"complete, but will be refused: {error}")
+    return Readiness(ready=True, reason="unchanged over two looks, and complete")
+
+
+def _require_whole(source: Source, located: Located) -> None:
+    """Check that each file ends where its own index says."""
+    read_side_files(source, located)
+    paths = [located.weights[0]]
+    if located.layout == "safetensors_sharded":
+        index = read_shard_index(source, located)
+        if index.missing:
+            raise CheckpointNotReady(f"shards that its index names are missing: {shortened(index.missing)}")
+        paths = [posixpath.join(located.folder, shard) for shard in index.shards]
+    for path in paths:
+        with source.open(path) as file:
+            reader = RangeReader(file)
+            if located.layout == "torch_zip":
+                read_torch_index(reader)
+            else:
+                read_header(reader)
+
+
+def _in_run_folder(source: Source, entries: Iterable[DirEntry]) -> list[FoundCheckpoint]:
+    """Return what a run's folder holds: one checkpoint per file of weights and per folder with some."""
+    shown = [entry for entry in entries if entry.stat is not None and not is_unfinished_name(entry.name)]
+    real_paths = {entry.path: source.realpath(entry.path) if entry.is_link else entry.path for entry in shown}
+    own_paths = (
+        {source.realpath(entry.path) for entry in shown if not entry.is_link}
+        if any(entry.is_link for entry in shown)
+        else set()
+    )
+    kept: list[DirEntry] = []
+    seen: set[str] = set()
+    for entry in sorted(shown, key=lambda entry: (entry.is_link, natural_key(entry.name))):
+        real_path = real_paths[entry.path]
+        if real_path in seen or (entry.is_link and real_path in own_paths):
+            continue
+        seen.add(real_path)
+        kept.append(entry)
+    folders = [entry for entry in kept if entry.stat is not None and entry.stat.kind == "folder"]
+    contents = source.list_dirs([entry.path for entry in folders])
+    found = [
+        _found_folder(source, entry.path, contents[entry.path]) for entry in folders if _is_candidate(entry, contents)
+    ]
+    markers = {entry.name for entry in entries}
+    for entry in kept:
+        if entry.stat is not None and entry.stat.kind == "file" and is_weight_name(entry.name):
+            found.append(_found_entry(source, entry, markers))
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0, natural_key(one.name)))
+
+
+def _is_candidate(entry: DirEntry, contents: Mapping[str, list[DirEntry]]) -> bool:
+    return _folder_checkpoint(entry.path, contents[entry.path]) is not None
+
+
+def _folder_checkpoint(path: str, entries: list[DirEntry]) -> bool | None:
+    """Tell whether a folder is a checkpoint: True, or None; one of a refused kind is one too."""
+    try:
+        return True if locate_in_folder(path, entries) is not None else None
+    except UnsupportedCheckpoint:
+        return True
+
+
+def _holds_many(entries: list[DirEntry]) -> bool:
+    """Tell whether a folder's files are several steps of one run, not parts of one checkpoint."""
+    names = [entry.name for entry in entries if entry.stat is not None and entry.stat.kind == "file"]
+    if SHARD_INDEX in names:
+        return False
+    steps = {step_in_name(name) for name in names if is_weight_name(name)} - {None}
+    return bool(steps) and (len(steps) > 1 or any(entry.stat and entry.stat.kind == "folder" for entry in entries))
+
+
+def _found_folder(source: Source, path: str, entries: list[DirEntry]) -> FoundCheckpoint:
+    name = posixpath.basename(path)
+    files = [entry for entry in entries if entry.stat is not None and entry.stat.kind == "file"]
+    is_marked = any(entry.name == ".incomplete" for entry in files)
+    return FoundCheckpoint(
+        url=source.url_of(path),
+        name=name,
+        step=step_in_name(name),
+        signature=_signature(files),
+        incomplete_reason="a file .incomplete lies in it" if is_marked else None,
+    )
+
+
+def _found_entry(source: Source, entry: DirEntry, names: set[str]) -> FoundCheckpoint:
+    stem = next(
+        (entry.name.removesuffix(suffix) for suffix in WEIGHT_SUFFIXES if entry.name.endswith(suffix)), entry.name
+    )
+    marker = f"{entry.name}.incomplete"
+    return FoundCheckpoint(
+        url=source.url_of(entry.path),
+        name=stem,
+        step=step_in_name(entry.name),
+        signature=_signature([entry]),
+        incomplete_reason=f"a file {marker} lies beside it" if marker in names else None,
+    )
+
+
+def _found_file(source: Source, located: Located) -> FoundCheckpoint:
+    return _found_entry(source, located.beside[located.name], set(located.beside))
+
+
+def _signature(files: Iterable[DirEntry]) -> str:
+    digest = hashlib.sha256()
+    for entry in sorted(files, key=lambda entry: entry.name):
+        if entry.stat is not None:
+            digest.update(f"{entry.name}\0{entry.stat.size}\0{entry.stat.mtime_ns}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()

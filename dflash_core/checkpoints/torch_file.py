@@ -1,0 +1,219 @@
+"""What a torch.save file holds, from its index and its pickle alone.
+
+Candidates for the weights are dicts of name to tensor at the top of the file or one level below it
+that hold the marks of a drafter. Two different ones are reported, not decided between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from dflash_core.checkpoints.facts import TRAINING_STATE, collect_facts, odd_names
+from dflash_core.checkpoints.inert_pickle import Inert, RefusedTensor, TensorRef, read_inert
+from dflash_core.checkpoints.names import looks_like_drafter, shortened
+from dflash_core.checkpoints.sources import SourceFile
+from dflash_core.checkpoints.values import CheckpointCutOff, Facts
+from dflash_core.checkpoints.zip_index import LOCAL_MAGIC, RangeReader, ZipIndex, ZipRecord, read_record, read_zip_index
+from dflash_core.errors import CheckpointCorrupt, UnsupportedCheckpoint
+
+# Small records stand between the pickle and the first tensor; reading on saves round trips.
+FRONT_SLACK_BYTES = 4 << 10
+SERIALIZATION_ID = ".data/serialization_id"
+# The pickle of this number is how torch.save began before it wrote zip files.
+LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+SMALL_EXPANSION_BYTES = 1 << 20
+FLAT = "the top level"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchFile:
+    """The index of a torch.save file."""
+
+    identity: str
+    weights: Mapping[str, TensorRef]
+    """The tensors of the drafter's dict, by the names it uses."""
+    records: Mapping[str, ZipRecord]
+    """The record of each storage key."""
+    has_checksums: bool
+    facts: Facts
+    odd_globals: tuple[str, ...]
+
+
+def read_torch_index(reader: RangeReader) -> ZipIndex:
+    """Read the records of a torch.save file.
+
+    Raises:
+        UnsupportedCheckpoint: it is of another kind, which is named.
+        CheckpointCutOff: it ends early.
+        CheckpointCorrupt: it contradicts itself.
+    """
+    file = reader.file
+    if file.stat.size == 0:
+        raise CheckpointCutOff(f"cut off: {file.display} is empty; it is still being written, or the disk was full")
+    start = reader.read(0, min(file.stat.size, FRONT_SLACK_BYTES))
+    _refuse_other_kinds(start, file)
+    index = read_zip_index(reader)
+    if "constants.pkl" in index.records or any(name.startswith("code/") for name in index.records):
+        raise UnsupportedCheckpoint(f"{file.display} is a TorchScript program; save the module's state_dict instead")
+    if "data.pkl" not in index.records:
+        raise UnsupportedCheckpoint(f"{file.display} is a zip file without data.pkl, so torch.save did not write it")
+    return index
+
+
+def read_torch_file(reader: RangeReader) -> TorchFile:
+    """Read the index and the pickle of a torch.save file; nothing in it is run.
+
+    Raises:
+        UnsupportedCheckpoint: it holds no drafter, or more than one, or is of another kind.
+        CheckpointCutOff: it ends early.
+        CheckpointCorrupt: it contradicts itself.
+    """
+    where = reader.file.display
+    index = read_torch_index(reader)
+    pickle_record = index.records["data.pkl"]
+    front_bytes = min(pickle_record.limit - pickle_record.header_offset + FRONT_SLACK_BYTES, reader.file.stat.size)
+    if pickle_record.header_offset == 0:
+        reader.read(0, front_bytes)
+    byte_order = index.records.get("byteorder")
+    if byte_order is not None and read_record(reader, byte_order) != b"little":
+        raise UnsupportedCheckpoint(f"{where} was saved on a big-endian machine; save it again on a little-endian one")
+    held = read_inert(read_record(reader, pickle_record), where=where)
+    weights = _find_weights(held.root, where)
+    root = held.root if isinstance(held.root, dict) else {}
+    return TorchFile(
+        identity=_identity(reader, index),
+        weights=weights,
+        records={
+            name.removeprefix("data/"): record for name, record in index.records.items() if name.startswith("data/")
+        },
+        has_checksums=index.has_checksums,
+        facts=collect_facts(root),
+        odd_globals=odd_names(held.global_names),
+    )
+
+
+def check_view(name: str, tensor: TensorRef, records: Mapping[str, ZipRecord], where: str) -> int:
+    """Check that a tensor lies inside its storage and return its size in bytes.
+
+    Raises:
+        CheckpointCorrupt: it does not, or its storage has no record of that size.
+        UnsupportedCheckpoint: it repeats its storage many times over.
+    """
+    record = records.get(tensor.storage.key)
+    storage_bytes = tensor.storage.num_elements * tensor.storage.element.itemsize
+    if record is None or record.size != storage_bytes:
+        found = "none" if record is None else f"{record.size} bytes"
+        raise CheckpointCorrupt(f"{where}: tensor {name!r} needs a record of {storage_bytes} bytes, found {found}")
+    size_bytes = prod(tensor.shape) * tensor.element.itemsize
+    if size_bytes and span_of(tensor)[1] > storage_bytes:
+        raise CheckpointCorrupt(f"{where}: tensor {name!r} of shape {list(tensor.shape)} reaches outside its storage")
+    if size_bytes > max(storage_bytes, SMALL_EXPANSION_BYTES):
+        raise UnsupportedCheckpoint(
+            f"{where}: tensor {name!r} of {size_bytes} bytes repeats a storage of {storage_bytes} bytes; save it contiguous"
+        )
+    return size_bytes
+
+
+def span_of(tensor: TensorRef) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage and the one after its last."""
+    if not prod(tensor.shape):
+        return 0, 0
+    last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return tensor.offset * tensor.element.itemsize, (last + 1) * tensor.element.itemsize
+
+
+def is_contiguous(tensor: TensorRef) -> bool:
+    """Tell whether a tensor's elements lie in its storage in their own order, without gaps."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _refuse_other_kinds(start: bytes, file: SourceFile) -> None:
+    if start[:4] == LOCAL_MAGIC[: len(start)] or start[:4] == b"PK\x05\x06":
+        return
+    if start.startswith(LEGACY_START):
+        raise UnsupportedCheckpoint(
+            f"{file.display} is in the format of torch before 1.6; load it once on the training box and save it again"
+        )
+    if not start.strip(b"\0"):
+        raise CheckpointCutOff(
+            f"cut off: {file.display} begins with zeros; it is still being written, or was lost in a crash"
+        )
+    raise UnsupportedCheckpoint(
+        f"{file.display} is not a torch.save zip file: it begins with {start[:4]!r}, expected {LOCAL_MAGIC!r}"
+    )
+
+
+def _identity(reader: RangeReader, index: ZipIndex) -> str:
+    """Return a digest of all records' names, sizes and checksums, and of torch's own id of the content."""
+    digest = hashlib.sha256(b"torch_zip\0")
+    for name, record in sorted(index.records.items()):
+        digest.update(f"{name}\0{record.size}\0{record.crc}\n".encode(errors="surrogateescape"))
+    id_record = index.records.get(SERIALIZATION_ID)
+    if id_record is not None and id_record.size <= FRONT_SLACK_BYTES:
+        digest.update(read_record(reader, id_record))
+    if not index.has_checksums:
+        digest.update(f"{reader.file.stat.size} {reader.file.stat.mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _find_weights(root: Any, where: str) -> Mapping[str, TensorRef]:
+    if isinstance(root, Inert):
+        raise UnsupportedCheckpoint(
+            f"{where} is a pickled {root.made_by}, which has no names for its tensors without running its code; "
+            "save its state_dict()"
+        )
+    if not isinstance(root, dict):
+        raise UnsupportedCheckpoint(
+            f"{where} holds a {type(root).__name__}, expected a dict with the drafter's tensors"
+        )
+    found = {label: tensors for label, tensors in _tensor_dicts(root) if looks_like_drafter(tensors)}
+    different = {_fingerprint(tensors) for tensors in found.values()}
+    if len(different) > 1:
+        raise UnsupportedCheckpoint(
+            f"{where} holds {len(different)} sets of drafter weights: {shortened(found)}; which one is meant cannot be told"
+        )
+    if not found:
+        keys = [str(key) for key in root]
+        raise UnsupportedCheckpoint(
+            f"{where} holds no drafter: no dict in it has fc.weight; at its top are {shortened(keys)}"
+        )
+    label, weights = next(iter(found.items()))
+    refused = {name: value.reason for name, value in weights.items() if isinstance(value, RefusedTensor)}
+    if refused:
+        reasons = shortened(f"{name}: {reason}" for name, reason in refused.items())
+        raise UnsupportedCheckpoint(
+            f"{where}: {len(refused)} tensors under {label!r} are of a kind that is not read: {reasons}"
+        )
+    others = [name for name, value in weights.items() if not isinstance(value, TensorRef)]
+    if others and label != FLAT:
+        raise UnsupportedCheckpoint(f"{where}: under {label!r}, {shortened(others)} are not tensors")
+    return {name: value for name, value in weights.items() if isinstance(value, TensorRef)}
+
+
+def _fingerprint(tensors: Mapping[str, Any]) -> frozenset[tuple[str, TensorRef]]:
+    """Return what makes two dicts of tensors the same: one that is listed twice is no second set."""
+    return frozenset((name, value) for name, value in tensors.items() if isinstance(value, TensorRef))
+
+
+def _tensor_dicts(root: Mapping[Any, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, named tensors) for the top level, its dicts, and theirs."""
+    flat = {key: value for key, value in root.items() if isinstance(value, TensorRef | RefusedTensor)}
+    yield FLAT, {key: value for key, value in flat.items() if isinstance(key, str)}
+    for key, value in root.items():
+        if not isinstance(key, str) or not isinstance(value, dict) or TRAINING_STATE.match(key):
+            continue
+        if all(isinstance(name, str) for name in value):
+            yield key, value
+        for inner_key, inner in value.items():
+            if isinstance(inner_key, str) and isinstance(inner, dict) and not TRAINING_STATE.match(inner_key):
+                if all(isinstance(name, str) for name in inner):
+                    yield f"{key}.{inner_key}", inner

@@ -1,0 +1,154 @@
+"""The drafts themselves, token by token, of one drafter on one prompt, from what the store holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_core import evaluation
+from dflash_core.acceptance import walk
+from dflash_core.config import Config
+from dflash_core.drafter import scoring
+from dflash_core.drafter.device import place_drafter
+from dflash_core.drafter.model import Anchors, Drafter
+from dflash_core.errors import InputError
+from dflash_core.store import Store
+from dflash_core.target import hidden_states as hidden
+from dflash_core.target import transcripts as written
+from dflash_core.target.head import load_embedding_and_head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftedBlock:
+    """One verification step: what was drafted and what the target says."""
+
+    anchor_index: int
+    anchor: str
+    accepted: tuple[str, ...]
+    rejected: tuple[str, ...]
+    """Drafts from the first miss on; those beyond the end of the transcript included."""
+    bonus: str | None
+    """The target's own token after the accepted ones; None where the transcript ends before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftedPrompt:
+    """All verification steps of one prompt."""
+
+    prompt_id: str
+    prompt: str
+    response: str
+    blocks: tuple[DraftedBlock, ...]
+
+
+@torch.inference_mode()
+def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> DraftedPrompt:
+    """Draft one prompt again and keep the tokens.
+
+    Args:
+        config: what names transcripts and hidden states.
+        checkpoint: a checkpoint that was evaluated under this configuration.
+        prompt_id: which prompt; None takes the first.
+
+    Raises:
+        InputError: there is no such prompt, or the checkpoint was not evaluated yet.
+    """
+    inspection = evaluation.inspect(checkpoint, config)
+    plan = evaluation.plan_target(config)
+    store = Store(config.store)
+    written_artifact = store.find(written.KIND, plan.transcripts_key)
+    weights = store.find(evaluation.DRAFTER_KIND, evaluation.drafter_key(inspection.ref.identity))
+    if written_artifact is None or weights is None:
+        raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
+    transcripts = written.read_transcripts(written_artifact)
+    chosen = _choose(transcripts, prompt_id)
+    spec = evaluation.read_spec(inspection, config, plan.target.config)
+    states = hidden.find_hidden_states(
+        store,
+        plan.target,
+        written.transcripts_digest(transcripts),
+        spec.target_layer_ids,
+        compute_dtype=plan.compute_dtype,
+        store_dtype=plan.store_dtype,
+    )
+    if states is None:
+        raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
+    placement = place_drafter(config.device, spec)
+    embedding_VD, head_VD = load_embedding_and_head(plan.target)
+    tensors = load_file(weights.file(evaluation.WEIGHTS_NAME))
+    drafter = Drafter(spec, tensors, embedding_VD, device=placement.device, dtype=placement.dtype)
+    first = sum(transcript.num_tokens for transcript in transcripts[:chosen])
+    end = first + transcripts[chosen].num_tokens
+    features_TF = torch.cat([states.load_layer(layer)[first:end] for layer in spec.target_layer_ids], dim=-1)
+    tokenizer = written.load_tokenizer(plan.target)
+    block_size = config.drafter.block_size or spec.block_size
+    blocks = _walk(
+        drafter,
+        scoring.Head(head_VD, drafter),
+        transcripts[chosen],
+        features_TF,
+        tokenizer,
+        block_size=block_size,
+        max_new_tokens=written_artifact.meta["max_new_tokens"],
+    )
+    prompt = plan.prompts[[prompt.id for prompt in plan.prompts].index(transcripts[chosen].id)]
+    return DraftedPrompt(
+        prompt_id=prompt.id,
+        prompt=prompt.messages[-1][1],
+        response=tokenizer.decode(transcripts[chosen].response_ids),
+        blocks=tuple(blocks),
+    )
+
+
+def _choose(transcripts: list[written.Transcript], prompt_id: str | None) -> int:
+    ids = [transcript.id for transcript in transcripts]
+    if prompt_id is None:
+        return 0
+    if prompt_id not in ids:
+        raise InputError(f"no prompt {prompt_id!r}; there are: {', '.join(ids)}")
+    return ids.index(prompt_id)
+
+
+def _walk(
+    drafter: Drafter,
+    head: scoring.Head,
+    transcript: written.Transcript,
+    features_TF: Tensor,
+    tokenizer: Any,
+    *,
+    block_size: int,
+    max_new_tokens: int,
+) -> list[DraftedBlock]:
+    context = drafter.read_context(features_TF)
+    response = transcript.response_ids
+    blocks = []
+    index = 0
+    while index < len(response) - 1:
+        drafted = walk.num_drafted(index, block_size=block_size, max_new_tokens=max_new_tokens)
+        anchors = Anchors(
+            torch.tensor([len(transcript.prompt_ids) + index]),
+            torch.tensor([response[index]]),
+            torch.tensor([drafted + 1]),
+        )
+        (hidden_AKD,) = drafter.draft_hidden([context], [anchors], block_size)
+        draft = head.choose(hidden_AKD[0, 1 : drafted + 1]).tolist()
+        reference = list(response[index + 1 : index + 1 + drafted])
+        judged = torch.tensor([draft[: len(reference)]]), torch.tensor([reference])
+        num_accepted = int(walk.count_accepted_drafts(*judged)) if drafted else 0
+        emitted = walk.num_emitted(index, len(response), num_accepted)
+        texts = [tokenizer.decode([token]) for token in draft]
+        blocks.append(
+            DraftedBlock(
+                anchor_index=index,
+                anchor=tokenizer.decode([response[index]]),
+                accepted=tuple(texts[:num_accepted]),
+                rejected=tuple(texts[num_accepted:]),
+                bonus=tokenizer.decode([response[index + emitted]]) if emitted > num_accepted else None,
+            )
+        )
+        index += emitted
+    return blocks

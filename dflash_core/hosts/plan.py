@@ -1,0 +1,329 @@
+"""What runs where, in which dtype, with how much memory, and why: made from reports, before anything is loaded.
+
+Two stages, one after the other. `target` writes the transcripts and the hidden states; it runs in a
+machine's RAM. `drafter` scores a checkpoint; it runs on a GPU where one is free, else on a CPU. A host
+marked read-only, or one that gave no whole answer, is never given work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from dflash_core.errors import DoesNotFit
+from dflash_core.hosts import memory
+from dflash_core.hosts.dtypes import choose_cpu_dtype, choose_cuda_dtype
+from dflash_core.hosts.job import Job
+from dflash_core.hosts.report import GPU, Disk, HostReport
+from dflash_core.hosts.wording import gib
+
+Stage = Literal["target", "drafter"]
+_MIB = 2**20
+_NO_HOST = "none of the hosts that answered may be given work"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    """One thing that takes memory."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """Where one stage runs."""
+
+    stage: Stage
+    host: str | None
+    """None: no host may be given work."""
+    device: str
+    """`cpu` or `cuda:0`."""
+    dtype: str
+    threads: int | None
+    parts: tuple[MemoryPart, ...]
+    memory_available_bytes: int | None
+    """RAM available or GPU memory free when the host was asked; None when it did not say."""
+    disk_path: str | None
+    disk_needed_bytes: int | None
+    disk_available_bytes: int | None
+    why: str
+    """One sentence."""
+    advice: str
+    """What to do when it does not fit."""
+
+    @property
+    def memory_needed_bytes(self) -> int:
+        """Return the sum of the parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether the host has what is needed; what it did not say is not held against it."""
+        return self.host is not None and self.memory_fits and self.disk_fits
+
+    @property
+    def memory_fits(self) -> bool:
+        """Tell whether the memory suffices."""
+        return self.memory_available_bytes is None or self.memory_needed_bytes <= self.memory_available_bytes
+
+    @property
+    def disk_fits(self) -> bool:
+        """Tell whether the disk suffices."""
+        known = self.disk_needed_bytes is not None and self.disk_available_bytes is not None
+        return not known or (self.disk_needed_bytes or 0) <= (self.disk_available_bytes or 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where a job runs."""
+
+    target: StagePlan
+    drafter: StagePlan
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Return the stages in the order in which they run."""
+        return (self.target, self.drafter)
+
+
+def make_plan(reports: Sequence[HostReport], job: Job, *, only: Collection[str] | None = None) -> Plan:
+    """Decide where the stages of a job run.
+
+    Args:
+        reports: what the hosts said.
+        job: what is to be computed.
+        only: names of the hosts that may be given work; None allows all that answered.
+
+    Returns:
+        The best place for each stage, also where nothing fits: then the place that lacks least.
+    """
+    usable = [report for report in reports if report.may_be_given_work and (only is None or report.name in only)]
+    return Plan(target=_place_target(usable, job), drafter=_place_drafter(usable, job))
+
+
+def check_fits(plan: Plan) -> None:
+    """Refuse a plan that cannot work, before anything is loaded.
+
+    Raises:
+        DoesNotFit: a stage lacks memory, disk or a host; with the numbers.
+    """
+    for stage in plan.stages:
+        if stage.host is None:
+            raise DoesNotFit(f"no host for the {stage.stage}: {stage.why}; {stage.advice}")
+        if not stage.memory_fits:
+            raise DoesNotFit(
+                f"the {stage.stage} in {stage.dtype} needs {gib(stage.memory_needed_bytes)}, "
+                f"{gib(stage.memory_available_bytes)} available on host {stage.host} ({stage.device}); {stage.advice}"
+            )
+        if not stage.disk_fits:
+            raise DoesNotFit(
+                f"the hidden states need {gib(stage.disk_needed_bytes)} of disk, {gib(stage.disk_available_bytes)} "
+                f"available on host {stage.host} in {stage.disk_path}; set store to a larger disk or score fewer prompts"
+            )
+
+
+def _place_target(reports: Sequence[HostReport], job: Job) -> StagePlan:
+    """Return the best host for the target: one that fits, holds it, and has the most threads."""
+    plans = [_target_on(report, job) for report in reports]
+    if not plans:
+        return _nowhere("target", "cpu", _target_parts(job, "float32"), _NO_HOST)
+    holders = {report.name for report in reports if _holds_target(report, job)}
+    return max(
+        plans,
+        key=lambda plan: (plan.fits, plan.host in holders, plan.threads or 0, plan.memory_available_bytes or 0),
+    )
+
+
+def _target_on(report: HostReport, job: Job) -> StagePlan:
+    dtype = choose_cpu_dtype(report, job.target.dtype, job.compute_dtype)
+    disk = _disk_for(report, job)
+    holds = "holds the target" if _holds_target(report, job) else "has no copy of the target among its models"
+    return StagePlan(
+        stage="target",
+        host=report.name,
+        device="cpu",
+        dtype=dtype.name,
+        threads=report.facts.threads,
+        parts=_target_parts(job, dtype.name),
+        memory_available_bytes=report.facts.ram_available_bytes,
+        disk_path=disk.path if disk else None,
+        disk_needed_bytes=_disk_bytes(job, dtype.name),
+        disk_available_bytes=disk.free_bytes if disk else None,
+        why=f"{report.name} {holds}; {dtype.why}",
+        advice="free memory there, take a host with more, a lower completions.batch_size or a smaller target",
+    )
+
+
+def _target_parts(job: Job, dtype: str) -> tuple[MemoryPart, ...]:
+    """Return what the whole target takes in RAM: its weights, and the larger of its two phases.
+
+    Writing holds the cache of one batch; reading goes transcript by transcript, and keeps the states
+    of the selected layers, and of the final norm, until all are read.
+    """
+    target = job.target
+    batch_tokens = min(job.batch_size * job.longest_tokens, max(job.num_tokens, job.longest_tokens))
+    writing = (
+        memory.target_cache_bytes(target, batch_tokens, dtype)
+        + memory.activation_bytes(target, batch_tokens, dtype)
+        + memory.logits_bytes(job.batch_size, target.vocab_size)
+    )
+    reading = (
+        memory.activation_bytes(target, job.longest_tokens, dtype)
+        + memory.logits_bytes(job.longest_tokens, target.vocab_size)
+        + _disk_bytes(job, dtype)
+    )
+    phase = ("writing transcripts", writing) if writing >= reading else ("reading hidden states", reading)
+    num_parameters = memory.num_parameters_of(job.target_bytes, target.dtype)
+    return (
+        MemoryPart(name="target weights", size_bytes=memory.weights_bytes(num_parameters, dtype)),
+        MemoryPart(name=phase[0], size_bytes=phase[1]),
+        MemoryPart(name="runtime", size_bytes=memory.RUNTIME_BYTES),
+    )
+
+
+def _disk_bytes(job: Job, compute_dtype: str) -> int:
+    """Return the size of the stored states: the selected layers' and the final norm's."""
+    stored = job.store_dtype
+    if stored == "auto":
+        is_float32 = job.compute_dtype == "float32" or job.target.dtype not in memory.DTYPE_BYTES
+        stored = compute_dtype if is_float32 else str(job.target.dtype)
+    return memory.hidden_states_bytes(job.num_tokens, job.num_selected_layers + 1, job.target.hidden_size, stored)
+
+
+def _place_drafter(reports: Sequence[HostReport], job: Job) -> StagePlan:
+    """Return the best place for the drafter: the emptiest GPU that fits, else a CPU, with the reason."""
+    if not reports:
+        return _nowhere("drafter", job.device, _drafter_parts(job, "float32"), _NO_HOST)
+    if job.device == "cpu":
+        return _drafter_on_cpu(reports, job, "the config says device: cpu")
+    plans: list[StagePlan] = []
+    reasons: list[str] = []
+    for report in reports:
+        for gpu in report.facts.gpus:
+            reason = _why_not(report, gpu, job)
+            if reason is None:
+                plans.append(_drafter_on_gpu(report, gpu, job))
+            else:
+                reasons.append(reason)
+    best = max(plans, key=lambda plan: (plan.fits, plan.memory_available_bytes or 0), default=None)
+    if best is not None and (best.fits or job.device == "cuda"):
+        return best
+    reasons += [_lacking(plan) for plan in plans]
+    why = f"no GPU can take it ({'; '.join(reasons)})" if reasons else "no host that answered has an NVIDIA GPU"
+    if job.device == "cuda":
+        return _nowhere("drafter", "cuda", _drafter_parts(job, "bfloat16"), why)
+    return _drafter_on_cpu(reports, job, why)
+
+
+def _why_not(report: HostReport, gpu: GPU, job: Job) -> str | None:
+    """Return why a GPU is not to be used, or None when it may be."""
+    name = f"GPU {gpu.index} of {report.name}"
+    if gpu.memory_total_mib is None or gpu.memory_used_mib is None:
+        return f"{name} does not say how much of its memory is free"
+    if report.is_local and report.facts.torch is not None and report.facts.torch_cuda is None:
+        return f"{name} cannot be used by torch {report.facts.torch}, a build without CUDA"
+    if job.device != "cuda" and gpu.memory_used_mib * 2 > gpu.memory_total_mib:
+        # More than half taken: somebody serves or trains there, and would feel a guest.
+        used, total = gib(gpu.memory_used_mib * _MIB), gib(gpu.memory_total_mib * _MIB)
+        return f"{name} is busy, {used} of {total} in use"
+    return None
+
+
+def _lacking(plan: StagePlan) -> str:
+    needed, free = gib(plan.memory_needed_bytes), gib(plan.memory_available_bytes)
+    return f"{plan.device} of {plan.host} has {free} free, {needed} needed"
+
+
+def _drafter_on_gpu(report: HostReport, gpu: GPU, job: Job) -> StagePlan:
+    dtype = choose_cuda_dtype(gpu)
+    free = max((gpu.memory_total_mib or 0) - (gpu.memory_used_mib or 0), 0) * _MIB
+    return StagePlan(
+        stage="drafter",
+        host=report.name,
+        device=f"cuda:{gpu.index}",
+        dtype=dtype.name,
+        threads=report.facts.threads,
+        parts=_drafter_parts(job, dtype.name),
+        memory_available_bytes=free,
+        disk_path=None,
+        disk_needed_bytes=None,
+        disk_available_bytes=None,
+        why=f"{gpu.name} of {report.name} has the most free memory of the GPUs that may be used; {dtype.why}",
+        advice="free that GPU or set device: auto",
+    )
+
+
+def _drafter_on_cpu(reports: Sequence[HostReport], job: Job, reason: str) -> StagePlan:
+    """Return the best CPU for the drafter: one that fits, this machine before others, then most threads."""
+    plans: list[tuple[bool, StagePlan]] = []
+    for report in reports:
+        dtype = choose_cpu_dtype(report, job.drafter.dtype)
+        plan = StagePlan(
+            stage="drafter",
+            host=report.name,
+            device="cpu",
+            dtype=dtype.name,
+            threads=report.facts.threads,
+            parts=_drafter_parts(job, dtype.name),
+            memory_available_bytes=report.facts.ram_available_bytes,
+            disk_path=None,
+            disk_needed_bytes=None,
+            disk_available_bytes=None,
+            why=f"on the CPU because {reason}; {dtype.why}",
+            advice="free memory there or take a host with more",
+        )
+        plans.append((report.is_local, plan))
+    return max(plans, key=lambda item: (item[1].fits, item[0], item[1].threads or 0))[1]
+
+
+def _drafter_parts(job: Job, dtype: str) -> tuple[MemoryPart, ...]:
+    """Return what the drafter takes: weights, the target's head, and one batch's context and logits."""
+    drafter, target = job.drafter, job.target
+    tokens = min(job.batch_size * job.longest_tokens, max(job.num_tokens, job.longest_tokens))
+    features = memory.hidden_states_bytes(tokens, job.num_selected_layers, target.hidden_size, dtype)
+    keys = memory.key_value_bytes(tokens, drafter.num_layers, drafter.num_key_value_heads, drafter.head_dim, dtype)
+    name = "drafter weights (assumed size)" if drafter.is_assumed else "drafter weights"
+    logits = memory.logits_bytes(job.num_blocks_at_once * max(job.block_size - 1, 1), target.vocab_size)
+    return (
+        MemoryPart(name=name, size_bytes=memory.weights_bytes(drafter.num_parameters, dtype)),
+        MemoryPart(name="target head", size_bytes=memory.head_bytes(target, dtype)),
+        MemoryPart(name="context features", size_bytes=features),
+        MemoryPart(name="context keys and values", size_bytes=keys),
+        MemoryPart(name="logits", size_bytes=logits),
+        MemoryPart(name="runtime", size_bytes=memory.RUNTIME_BYTES),
+    )
+
+
+def _nowhere(stage: Stage, device: str, parts: tuple[MemoryPart, ...], why: str) -> StagePlan:
+    return StagePlan(
+        stage=stage,
+        host=None,
+        device=device,
+        dtype="float32",
+        threads=None,
+        parts=parts,
+        memory_available_bytes=None,
+        disk_path=None,
+        disk_needed_bytes=None,
+        disk_available_bytes=None,
+        why=why,
+        advice="set device: auto" if device == "cuda" else "see `dflash-eval probe` and the hosts in the config",
+    )
+
+
+def _holds_target(report: HostReport, job: Job) -> bool:
+    """Tell whether a whole copy lies in the host's models: the same path, or a folder of the same name."""
+    if job.target_path is None:
+        return False
+    name = PurePosixPath(job.target_path).name
+    return any(model.is_whole and PurePosixPath(model.path).name == name for model in report.facts.models)
+
+
+def _disk_for(report: HostReport, job: Job) -> Disk | None:
+    """Return the disk that the store lies on, else the roomiest that the host was asked about."""
+    disks = [disk for disk in report.facts.disks if disk.free_bytes is not None]
+    named = [disk for disk in disks if disk.path == job.store_path]
+    return max(named or disks, key=lambda disk: disk.free_bytes or 0, default=None)

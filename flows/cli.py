@@ -1,0 +1,123 @@
+"""`dflash-eval`: the command line.
+
+Exit status: 0 done, 1 a checkpoint failed or a gate was missed, 2 the user's input was wrong. An error
+is one line on standard error; `--debug` shows where it came from. With `--json` standard output holds
+one JSON document and nothing else.
+
+Prefect and torch are imported by the commands that need them, so that `--help` and `sql` stay quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_core.errors import DFlashEvalError, one_line
+
+PROGRAM = "dflash-eval"
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", metavar="FILE", help="YAML configuration (default: dflash.yaml, if there is one)")
+    common.add_argument("--json", action="store_true", help="one JSON document on standard output, nothing else")
+    common.add_argument("--debug", action="store_true", help="show where an error came from")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Score checkpoints of a DFlash drafter as they appear.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, parents=[common])
+
+    demo = add("demo", "The whole job on a real 135 M target, on a laptop CPU")
+    demo.add_argument("--folder", default="results/demo", help="where the demo puts everything (default: %(default)s)")
+    add("probe", "Ask every host of the config what it has; one that is down is a row")
+    inspect = add("inspect", "Layout, tensors, bytes to read and to skip, readiness; reads the index only")
+    inspect.add_argument("checkpoint", metavar="CHECKPOINT")
+    add("prepare", "Transcripts and hidden states of the target, once")
+    evaluate = add("evaluate", "Score checkpoints")
+    evaluate.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+")
+    _add_conditions(evaluate)
+    evaluate.add_argument("--blocks", action="store_true", help="add the tokens emitted per verification step")
+    watch = add("watch", "Score each checkpoint of a run that becomes ready")
+    watch.add_argument("run_url", metavar="RUN_URL")
+    watch.add_argument("--once", action="store_true", help="score what is ready now and end")
+    watch.add_argument(
+        "--every", type=float, default=10.0, metavar="S", help="pause between looks (default: %(default)s)"
+    )
+    _add_conditions(watch)
+    compare = add("compare", "Paired differences between checkpoints, with intervals")
+    compare.add_argument("selectors", metavar="CHECKPOINT", nargs="*", help="step, run:step, address or evaluation id")
+    compare.add_argument("--baseline", metavar="R", help="what to compare with")
+    compare.add_argument("--fail-below", type=float, metavar="T", help="exit with 1 when the gate is missed")
+    show = add("show", "The drafts themselves, accepted and rejected, token by token")
+    show.add_argument("checkpoint", metavar="CHECKPOINT")
+    show.add_argument("prompt", metavar="PROMPT", nargs="?", help="id of a prompt (default: the first)")
+    _add_conditions(show)
+    sql = add("sql", "Query the results, read-only")
+    sql.add_argument("statement", metavar="SQL")
+    report = add("report", "One self-contained HTML file")
+    report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html beside the database)")
+    return parser
+
+
+def _add_conditions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--block-size", type=int, metavar="K", help="draft shorter blocks than trained")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], help="where the drafter runs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return _command(options.command)(options)
+    except DFlashEvalError as error:
+        if options.debug:
+            raise
+        return _fail(one_line(error), error.exit_status, options)
+    except KeyboardInterrupt:
+        return _fail("interrupted; what was finished is kept, start again to go on", INTERRUPTED, options)
+    except BrokenPipeError:
+        # The reader of a pipe has gone, as `head` does; Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if options.debug:
+            raise
+        text = f"unexpected {type(error).__name__}: {one_line(error)}; run again with --debug to see where"
+        return _fail(text, 1, options)
+
+
+def _fail(text: str, status: int, options: argparse.Namespace) -> int:
+    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"error": text, "exit_status": status}))
+    return status
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return the function of a command, importing only what it needs."""
+    from flows import commands
+
+    functions: dict[str, Any] = {
+        "demo": commands.demo,
+        "probe": commands.probe,
+        "inspect": commands.inspect,
+        "prepare": commands.prepare,
+        "evaluate": commands.evaluate,
+        "watch": commands.watch,
+        "compare": commands.compare,
+        "show": commands.show,
+        "sql": commands.sql,
+        "report": commands.report,
+    }
+    return functions[name]  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

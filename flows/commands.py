@@ -1,0 +1,276 @@
+"""The commands of `dflash-eval`: each reads the configuration, calls flows or core, and shows the result."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash_core.config import Config, load_config, with_overrides
+from dflash_core.errors import DFlashEvalError, InputError, one_line
+from flows import screen
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Run the whole job on a real target; see `flows/demo.py`."""
+    from flows.demo import run_demo
+
+    return run_demo(Path(options.folder), as_json=options.json, debug=options.debug)
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Show what every host has and what would run where."""
+    from dflash_core.hosts import present
+    from dflash_core.hosts.probe import probe_hosts
+    from dflash_core.results.database import write_hosts
+    from flows.planning import plan_for
+
+    config = load_config(options.config)
+    reports = probe_hosts(config)
+    write_hosts(config.results, [present.results_row(report) for report in reports])
+    plan, why_not = plan_for(config, reports)
+    if options.json:
+        hosts = [present.report_json(report) for report in reports]
+        rows = present.plan_rows(plan) if plan is not None else None
+        screen.print_json({"hosts": hosts, "plan": rows, "plan_problem": why_not})
+        return 0
+    screen.print_table("Hosts", present.report_rows(reports))
+    models = present.model_rows(reports)
+    if models:
+        screen.print_table("Models", models)
+    if plan is not None:
+        screen.print_table("Plan", present.plan_rows(plan))
+    else:
+        screen.say(f"no plan: {why_not}")
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Show what a checkpoint is, from its index alone."""
+    from dflash_core import evaluation
+    from flows.inspecting import inspection_json, show_inspection
+
+    config = load_config(options.config)
+    inspection = evaluation.inspect(options.checkpoint, config)
+    if options.json:
+        screen.print_json(inspection_json(inspection, config))
+    else:
+        show_inspection(inspection, config)
+    return 0
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Have the target do its part, once."""
+    with _prefect(load_config(options.config), options):
+        from flows.prepare_target import prepare_target
+
+        result = prepare_target(options.config)
+    if options.json:
+        screen.print_json(result)
+        return 0
+    transcripts, states = result["transcripts"], result["hidden_states"]
+    row = {
+        "target": result["target"],
+        "transcripts": transcripts["num_transcripts"],
+        "tokens": transcripts["num_tokens"],
+        "compute dtype": transcripts["compute_dtype"],
+        "layers kept": ", ".join(map(str, states["layers"])) or "only the final state",
+        "tokens not greedy": states["num_not_greedy"],
+    }
+    screen.print_table("Target prepared", [row])
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Score checkpoints; one that fails does not stop the others."""
+    config = with_overrides(load_config(options.config), block_size=options.block_size, device=options.device)
+    results: list[dict[str, Any]] = []
+    errors: list[DFlashEvalError] = []
+    with _Scorer(config, options) as score:
+        for checkpoint in options.checkpoints:
+            try:
+                results.append(score(checkpoint))
+            except DFlashEvalError as error:
+                if options.debug:
+                    raise
+                errors.append(error)
+                results.append(_failed(checkpoint, error))
+                screen.say(f"dflash-eval: {one_line(error)}")
+    if options.json:
+        screen.print_json([_with_walks(result, config) if options.blocks else result for result in results])
+    elif len(errors) < len(results):
+        _show_results(results)
+    if not errors:
+        return 0
+    return errors[0].exit_status if len(results) == 1 else 1
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Score each checkpoint of a run as it becomes ready."""
+    from flows.watching import Watch, WatchEvent
+
+    if options.every <= 0:
+        raise InputError(f"--every {options.every:g} must be a number of seconds above 0")
+    config = with_overrides(load_config(options.config), block_size=options.block_size, device=options.device)
+
+    def tell(event: WatchEvent) -> None:
+        outcome = "" if event.result is None else screen.tau_text(event.result["datasets"]["all"])
+        screen.say(
+            f"{time.strftime('%H:%M:%S')} {event.kind:8} {event.name}  {event.message}{outcome and 'tau ' + outcome}"
+        )
+
+    with _Scorer(config, options) as score:
+        watching = Watch(run_url=options.run_url, config=config, evaluate=score.run_flow, tell=tell)
+        try:
+            watching.run(once=options.once, every_s=options.every)
+        except KeyboardInterrupt:
+            screen.say("watch ended; what was scored is in the results")
+    if options.json:
+        screen.print_json(watching.results + [_failed(name, text) for name, text in watching.failures.items()])
+    elif watching.results:
+        _show_results(watching.results)
+    elif options.once and not watching.failures:
+        screen.say(f"nothing was ready in {options.run_url}")
+    return 1 if watching.failures else 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Compare checkpoints over the same prompts, and judge a gate."""
+    from dflash_core.results import compare as comparing
+
+    config = load_config(options.config)
+    comparison = comparing.compare(config.results, options.selectors, options.baseline)
+    gate = None if options.fail_below is None else comparing.gate(comparison, options.fail_below)
+    if options.json:
+        outcome = None if gate is None else {"passed": gate.passed, "message": gate.message}
+        screen.print_json({**comparing.comparison_json(comparison), "gate": outcome})
+    else:
+        screen.print_table(comparison.title, comparing.comparison_rows(comparison), caption=comparison.conditions)
+        if gate is not None:
+            screen.say(f"gate {'passed' if gate.passed else 'missed'}: {gate.message}")
+    return 0 if gate is None or gate.passed else 1
+
+
+def show(options: argparse.Namespace) -> int:
+    """Show what a drafter proposed on one prompt, block by block."""
+    from flows.showing import drafts_json, show_drafts
+
+    config = with_overrides(load_config(options.config), block_size=options.block_size, device=options.device)
+    if options.json:
+        screen.print_json(drafts_json(config, options.checkpoint, options.prompt))
+    else:
+        show_drafts(config, options.checkpoint, options.prompt)
+    return 0
+
+
+def sql(options: argparse.Namespace) -> int:
+    """Run one read-only statement on the results."""
+    from dflash_core.results.query import run_query
+
+    frame = run_query(load_config(options.config).results, options.statement)
+    rows = frame.to_dicts()
+    if options.json:
+        screen.print_json(rows)
+    else:
+        screen.print_table("", rows, frame.columns)
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the report."""
+    from dflash_core.results.report import write_report
+
+    results = Path(load_config(options.config).results)
+    path = write_report(results, Path(options.out) if options.out else results.with_name("report.html"))
+    if options.json:
+        screen.print_json({"report": str(path)})
+    else:
+        print(path)
+    return 0
+
+
+@contextmanager
+def _prefect(config: Config, options: argparse.Namespace) -> Iterator[None]:
+    """Give the block a Prefect server and a progress bar."""
+    from flows.orchestration import prefect_server
+
+    with screen.progress_bars(enabled=not options.json), prefect_server(config.store, debug=options.debug):
+        yield
+
+
+class _Scorer:
+    """Scores checkpoints: from the database where they are known, else by the flow.
+
+    Prefect is imported and its server started only when a checkpoint is not known.
+    """
+
+    def __init__(self, config: Config, options: argparse.Namespace) -> None:
+        self._config = config
+        self._options = options
+        self._context: Any = None
+
+    def __enter__(self) -> _Scorer:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self._context is not None:
+            self._context.__exit__(*details)
+
+    def __call__(self, checkpoint: str) -> dict[str, Any]:
+        from flows.watching import known_result
+
+        return known_result(self._config, checkpoint) or self.run_flow(checkpoint)
+
+    def run_flow(self, checkpoint: str) -> dict[str, Any]:
+        """Run the flow for a checkpoint that is not known."""
+        if self._context is None:
+            if not self._options.json:
+                screen.say("starting the orchestration ...")
+            context = _prefect(self._config, self._options)
+            context.__enter__()
+            self._context = context
+        from flows.evaluate_checkpoint import evaluate_checkpoint
+
+        options = self._options
+        flow: Callable[..., dict[str, Any]] = evaluate_checkpoint
+        return flow(checkpoint, options.config, options.block_size, options.device)
+
+
+def _failed(checkpoint: str, error: Exception | str) -> dict[str, Any]:
+    text = error if isinstance(error, str) else one_line(error)
+    empty: dict[str, Any] = {"cached": {}, "seconds": {}, "datasets": {}, "groups": {}}
+    unknown = dict.fromkeys(("run", "step", "evaluation_id", "block_size", "bytes_read", "bytes_total"))
+    return {"checkpoint": checkpoint, "status": "failed", "error": text, **unknown, **empty}
+
+
+def _with_walks(result: dict[str, Any], config: Config) -> dict[str, Any]:
+    from dflash_core.results.database import read_evaluation
+
+    if result["status"] != "done":
+        return result
+    stored = read_evaluation(config.results, result["evaluation_id"], blocks=True)
+    return result | {"walks": stored["walks"] if stored else {}}
+
+
+def _show_results(results: list[dict[str, Any]]) -> None:
+    done = [result for result in results if result["status"] == "done"]
+    names = list(dict.fromkeys(name for result in done for name in (*result["datasets"], *result["groups"])))
+    rows = []
+    for result in results:
+        slices = result["datasets"] | result["groups"]
+        row: dict[str, Any] = {
+            "run": result["run"],
+            "step": result["step"],
+            **{name: screen.tau_text(slices[name]) if name in slices else None for name in names},
+            "read": f"{screen.megabytes(result['bytes_read'])} of {screen.megabytes(result['bytes_total'])}",
+            "seconds": round(sum(result["seconds"].values()), 1),
+        }
+        rows.append(row if result["status"] == "done" else row | {"run": f"{result['checkpoint']}: failed"})
+    conditions = {
+        f"block size {result['block_size']}, {result.get('dtype')} on {result.get('device')}" for result in done
+    }
+    caption = "tau: tokens emitted per verification step, bonus included, with 95 % interval over prompts"
+    screen.print_table("Acceptance", rows, caption="; ".join([caption, *sorted(conditions)]))

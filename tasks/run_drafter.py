@@ -1,0 +1,25 @@
+"""Task: the drafter drafts over the stored transcripts, one row per block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+
+from dflash_core import evaluation
+from dflash_core.config import Config
+from dflash_core.drafter.spec import DrafterSpec
+from tasks.caching import SERIALIZER, ArtifactPolicy
+
+
+@task(
+    name="run_drafter",
+    task_run_name="run drafter {key}",
+    cache_policy=ArtifactPolicy(kind=evaluation.BLOCKS_KIND),
+    result_serializer=SERIALIZER,
+)
+def run_drafter(
+    config: Config, store: str, key: str, spec: dict[str, Any], weights: str, drafter: DrafterSpec
+) -> dict[str, Any]:
+    """Run `dflash_core.evaluation.run_drafter`."""
+    return evaluation.run_drafter(config, spec, weights, drafter)

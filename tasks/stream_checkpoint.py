@@ -1,0 +1,38 @@
+"""Task: bring the drafter's own tensors from where the checkpoint lies into the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import Task, task
+from prefect.client.schemas.objects import State, TaskRun
+
+from dflash_core import evaluation
+from dflash_core.config import Config
+from dflash_core.errors import HostUnreachable
+from tasks.caching import SERIALIZER, ArtifactPolicy
+
+
+def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Retry only what the network may have caused."""
+    try:
+        state.result()
+    except HostUnreachable:
+        return True
+    except Exception:  # whatever else it was, it would happen again
+        return False
+    return False
+
+
+@task(
+    name="stream_checkpoint",
+    task_run_name="stream {checkpoint}",
+    cache_policy=ArtifactPolicy(kind=evaluation.DRAFTER_KIND),
+    result_serializer=SERIALIZER,
+    retries=2,
+    retry_delay_seconds=[2, 10],
+    retry_condition_fn=is_transient,
+)
+def stream_checkpoint(config: Config, store: str, key: str, checkpoint: str, identity: str) -> dict[str, Any]:
+    """Run `dflash_core.evaluation.stream_drafter`."""
+    return evaluation.stream_drafter(checkpoint, config, identity)

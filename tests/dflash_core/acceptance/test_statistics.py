@@ -1,0 +1,231 @@
+"""The statistics against closed forms, against loops, and as properties."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_core.acceptance import statistics
+
+EMITTED = [30, 12, 45, 20, 9, 27]
+STEPS = [10, 10, 15, 5, 9, 9]
+
+
+@st.composite
+def prompt_counts(draw, min_size=1, max_size=30, block_size=8):
+    steps = draw(st.lists(st.integers(1, 40), min_size=min_size, max_size=max_size))
+    emitted = [draw(st.integers(n, n * block_size)) for n in steps]
+    return emitted, steps
+
+
+def test_pooled_and_prompt_mean_differ_when_answers_have_different_lengths():
+    # One answer of 2 blocks at 8 tokens, one of 20 blocks at 2.
+    assert statistics.tau_prompt_mean([16, 40], [2, 20]) == 5.0
+    assert statistics.tau_pooled([16, 40], [2, 20]) == pytest.approx(56 / 22)
+
+
+def test_the_two_means_can_rank_two_drafters_in_opposite_order():
+    steady = ([8, 800], [2, 200])
+    uneven = ([16, 740], [2, 200])
+    assert statistics.tau_pooled(*steady) > statistics.tau_pooled(*uneven)
+    assert statistics.tau_prompt_mean(*steady) < statistics.tau_prompt_mean(*uneven)
+
+
+def test_nothing_measured_is_nan_and_not_a_number():
+    for counts in (([], []), ([0], [0])):
+        assert math.isnan(statistics.tau_pooled(*counts))
+        assert math.isnan(statistics.tau_prompt_mean(*counts))
+        assert all(math.isnan(end) for end in statistics.bootstrap_interval(*counts))
+    nothing = statistics.paired_difference([], [], [], [])
+    assert math.isnan(nothing.difference)
+    assert math.isnan(nothing.p_value)
+    assert nothing.num_prompts == 0
+
+
+def test_a_prompt_without_a_step_changes_nothing():
+    assert statistics.tau_prompt_mean([*EMITTED, 0], [*STEPS, 0]) == statistics.tau_prompt_mean(EMITTED, STEPS)
+    assert statistics.bootstrap_interval([*EMITTED, 0], [*STEPS, 0]) == statistics.bootstrap_interval(EMITTED, STEPS)
+
+
+@given(prompt_counts())
+def test_both_means_lie_between_the_worst_and_the_best_prompt(counts):
+    taus = [e / s for e, s in zip(*counts, strict=True)]
+    for tau in (statistics.tau_pooled(*counts), statistics.tau_prompt_mean(*counts)):
+        assert min(taus) - 1e-12 <= tau <= max(taus) + 1e-12
+
+
+@settings(deadline=None, max_examples=30)
+@given(prompt_counts(min_size=2), st.randoms(use_true_random=False))
+def test_no_number_depends_on_the_order_of_prompts_and_the_interval_lies_among_them(counts, random):
+    interval = statistics.bootstrap_interval(*counts, num_resamples=400)
+    shuffled = list(zip(*counts, strict=True))
+    random.shuffle(shuffled)
+    reordered = tuple(zip(*shuffled, strict=True))
+    assert statistics.bootstrap_interval(*reordered, num_resamples=400) == interval
+    assert statistics.tau_prompt_mean(*reordered) == statistics.tau_prompt_mean(*counts)
+    taus = [e / s for e, s in zip(*counts, strict=True)]
+    assert min(taus) - 1e-12 <= interval.low <= interval.high <= max(taus) + 1e-12
+
+
+def test_interval_of_two_prompts_is_the_range_of_its_four_resamples():
+    # Resamples aa, ab, ba, bb: a quarter each, so that the 2.5 % ends are the two prompts themselves.
+    assert statistics.bootstrap_interval([10, 40], [10, 10]) == (1.0, 4.0)
+
+
+def test_interval_equals_a_plain_loop_over_the_same_draws():
+    emitted, steps = (np.array(column) for column in zip(*sorted(zip(EMITTED, STEPS, strict=True)), strict=True))
+    generator = np.random.default_rng(5)
+    chosen = generator.integers(len(steps), size=(200, len(steps)))
+    taus = sorted(sum(emitted[i] for i in row) / sum(steps[i] for i in row) for row in chosen)
+    interval = statistics.bootstrap_interval(EMITTED, STEPS, num_resamples=200, seed=5)
+    assert interval == pytest.approx(tuple(np.quantile(taus, [0.025, 0.975])))
+
+
+def test_interval_does_not_depend_on_the_size_of_the_slices(monkeypatch):
+    whole = statistics.bootstrap_interval(EMITTED, STEPS)
+    monkeypatch.setattr(statistics, "CHUNK_CELLS", 100)
+    assert statistics.bootstrap_interval(EMITTED, STEPS) == whole
+
+
+def test_a_higher_level_widens_the_interval():
+    widths = []
+    for level in (0.5, 0.8, 0.95, 0.99):
+        low, high = statistics.bootstrap_interval(EMITTED, STEPS, level=level)
+        widths.append(high - low)
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+
+
+def test_blocks_taken_as_independent_understate_the_error_several_times():
+    # 40 prompts, half easy (every block full at 8), half hard (every block 1 token): all spread lies between prompts.
+    emitted = [8 * 50] * 20 + [50] * 20
+    low, high = statistics.bootstrap_interval(emitted, [50] * 40)
+    prompt_error = (high - low) / (2 * 1.96)
+    tokens_per_block = np.repeat([8, 1], 20 * 50)
+    block_error = tokens_per_block.std() / math.sqrt(len(tokens_per_block))
+    assert prompt_error == pytest.approx(3.5 / math.sqrt(40), rel=0.1)
+    assert prompt_error / block_error == pytest.approx(math.sqrt(50), rel=0.1)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    num_covered = 0
+    for _ in range(200):
+        rate = generator.beta(4, 2, size=60)
+        emitted = 20 + generator.binomial(20 * 7, rate)
+        low, high = statistics.bootstrap_interval(emitted, [20] * 60, num_resamples=400)
+        num_covered += low <= 1 + 7 * 4 / 6 <= high
+    # 190 expected; fewer than 176 or all 200 has a chance below 1 in 1000 each.
+    assert 176 <= num_covered <= 199
+
+
+def test_equal_drafters_have_no_difference_and_no_evidence():
+    same = statistics.paired_difference(EMITTED, STEPS, EMITTED, STEPS)
+    assert (same.difference, same.ci_low, same.ci_high, same.p_value) == (0.0, 0.0, 0.0, 1.0)
+    assert same.num_prompts == 6
+
+
+def test_a_constant_gain_is_seen_through_the_spread_of_the_prompts():
+    emitted_b = [e + 2 * s for e, s in zip(EMITTED, STEPS, strict=True)]
+    gain = statistics.paired_difference(EMITTED, STEPS, emitted_b, STEPS)
+    assert gain.difference == pytest.approx(2.0)
+    assert (gain.ci_low, gain.ci_high) == pytest.approx((2.0, 2.0))
+    # Only the two patterns that exchange all or none reach it: 2 of 2^6.
+    assert gain.p_value == pytest.approx(2 / 64)
+    unpaired = statistics.bootstrap_interval(EMITTED, STEPS)
+    assert unpaired.high - unpaired.low > 1
+
+
+@settings(deadline=None, max_examples=25)
+@given(prompt_counts(min_size=2, max_size=6), st.data())
+def test_exact_p_value_equals_a_loop_over_all_exchanges(counts, data):
+    emitted_a, steps_a = counts
+    steps_b = [data.draw(st.integers(1, 40)) for _ in steps_a]
+    emitted_b = [data.draw(st.integers(n, 8 * n)) for n in steps_b]
+    a, b = list(zip(emitted_a, steps_a, strict=True)), list(zip(emitted_b, steps_b, strict=True))
+
+    def difference(first, second):
+        return sum(e for e, _ in second) / sum(s for _, s in second) - sum(e for e, _ in first) / sum(
+            s for _, s in first
+        )
+
+    observed = difference(a, b)
+    num_as_large = 0
+    for pattern in itertools.product([False, True], repeat=len(a)):
+        first = [y if swap else x for x, y, swap in zip(a, b, pattern, strict=True)]
+        second = [x if swap else y for x, y, swap in zip(a, b, pattern, strict=True)]
+        num_as_large += abs(difference(first, second)) >= abs(observed) - 1e-9
+    result = statistics.paired_difference(emitted_a, steps_a, emitted_b, steps_b, num_resamples=100)
+    assert result.difference == pytest.approx(observed)
+    assert result.p_value == pytest.approx(num_as_large / 2 ** len(a))
+
+
+@settings(deadline=None, max_examples=25)
+@given(prompt_counts(min_size=2, max_size=20), st.data())
+def test_changing_places_changes_only_the_sign(counts, data):
+    emitted_a, steps = counts
+    emitted_b = [data.draw(st.integers(n, 8 * n)) for n in steps]
+    there = statistics.paired_difference(emitted_a, steps, emitted_b, steps, num_resamples=100)
+    back = statistics.paired_difference(emitted_b, steps, emitted_a, steps, num_resamples=100)
+    assert back.difference == pytest.approx(-there.difference)
+    if len(steps) <= statistics.MAX_EXACT_PROMPTS:
+        assert back.p_value == pytest.approx(there.p_value)
+
+
+def test_drawn_exchanges_agree_with_all_exchanges(monkeypatch):
+    generator = np.random.default_rng(3)
+    steps = generator.integers(5, 30, size=12)
+    emitted_a = steps + generator.binomial(steps * 7, 0.4)
+    emitted_b = steps + generator.binomial(steps * 7, 0.45)
+    exact = statistics.paired_difference(emitted_a, steps, emitted_b, steps)
+    monkeypatch.setattr(statistics, "MAX_EXACT_PROMPTS", 1)
+    drawn = statistics.paired_difference(emitted_a, steps, emitted_b, steps, num_resamples=20_000)
+    assert drawn.p_value == pytest.approx(exact.p_value, abs=0.015)
+    assert drawn.p_value > 0
+
+
+def test_p_values_are_spread_evenly_when_nothing_differs():
+    generator = np.random.default_rng(11)
+    p_values = []
+    for _ in range(200):
+        steps = generator.integers(5, 30, size=10)
+        rate = generator.beta(2, 2, size=10)
+        emitted_a, emitted_b = (steps + generator.binomial(steps * 7, rate) for _ in range(2))
+        p_values.append(statistics.paired_difference(emitted_a, steps, emitted_b, steps, num_resamples=100).p_value)
+    # 10 of 200 expected below 0.05; more than 22 has a chance below 1 in 1000.
+    assert sum(p < 0.05 for p in p_values) <= 22
+    assert np.mean(p_values) == pytest.approx(0.5, abs=0.07)
+
+
+def test_holm_multiplies_by_what_is_left_and_never_falls():
+    assert statistics.holm_adjusted([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert statistics.holm_adjusted([0.9, 0.8]) == [1.0, 1.0]
+    with_gap = statistics.holm_adjusted([math.nan, 0.02, 0.5])
+    assert math.isnan(with_gap[0])
+    assert with_gap[1:] == pytest.approx([0.04, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("emitted", "steps", "words"),
+    [
+        pytest.param([1, 2], [1], "one entry per prompt", id="lengths differ"),
+        pytest.param([math.nan], [1], "NaN", id="nan"),
+        pytest.param([3], [4], "fewer tokens than steps", id="a step without a token"),
+        pytest.param([[1]], [[1]], "one entry per prompt", id="two dimensions"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(emitted, steps, words):
+    with pytest.raises(ValueError, match=words):
+        statistics.tau_pooled(emitted, steps)
+
+
+def test_settings_out_of_range_are_refused_with_their_value():
+    with pytest.raises(ValueError, match="open interval"):
+        statistics.bootstrap_interval(EMITTED, STEPS, level=1.0)
+    with pytest.raises(ValueError, match="at least 100, got 10"):
+        statistics.bootstrap_interval(EMITTED, STEPS, num_resamples=10)
+    with pytest.raises(ValueError, match="same prompts, got 6 and 1"):
+        statistics.paired_difference(EMITTED, STEPS, [4], [2])
