@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_core.config import Config, load_config, with_overrides
 from dflash_core.errors import DFlashEvalError, InputError, one_line
 from flows import screen
+
+if TYPE_CHECKING:
+    from dflash_core.hosts.report import HostReport
+    from dflash_core.results.compare import Comparison
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -30,11 +36,11 @@ def probe(options: argparse.Namespace) -> int:
 
     config = load_config(options.config)
     reports = probe_hosts(config)
-    write_hosts(config.results, [present.results_row(report) for report in reports])
+    write_hosts(config.results, [_host_row(report) for report in reports])
     plan, why_not = plan_for(config, reports)
     if options.json:
         hosts = [present.report_json(report) for report in reports]
-        rows = present.plan_rows(plan) if plan is not None else None
+        rows = present.plan_json(plan) if plan is not None else None
         screen.print_json({"hosts": hosts, "plan": rows, "plan_problem": why_not})
         return 0
     screen.print_table("Hosts", present.report_rows(reports))
@@ -145,12 +151,11 @@ def compare(options: argparse.Namespace) -> int:
     comparison = comparing.compare(config.results, options.selectors, options.baseline)
     gate = None if options.fail_below is None else comparing.gate(comparison, options.fail_below)
     if options.json:
-        outcome = None if gate is None else {"passed": gate.passed, "message": gate.message}
-        screen.print_json({**comparing.comparison_json(comparison), "gate": outcome})
+        screen.print_json({**comparison.as_json(), "gate": None if gate is None else gate._asdict()})
     else:
-        screen.print_table(comparison.title, comparing.comparison_rows(comparison), caption=comparison.conditions)
+        _show_comparison(comparison)
         if gate is not None:
-            screen.say(f"gate {'passed' if gate.passed else 'missed'}: {gate.message}")
+            print(gate.message)
     return 0 if gate is None or gate.passed else 1
 
 
@@ -237,6 +242,36 @@ class _Scorer:
         options = self._options
         flow: Callable[..., dict[str, Any]] = evaluate_checkpoint
         return flow(checkpoint, options.config, options.block_size, options.device)
+
+
+def _host_row(report: HostReport) -> dict[str, Any]:
+    from dflash_core.hosts.present import report_json
+
+    values = report_json(report)
+    own = {name: values.pop(name) for name in ("name", "url", "status", "problem")}
+    return {**own, "probed_at": datetime.now(UTC), "facts": values}
+
+
+def _show_comparison(comparison: Comparison) -> None:
+    rows = []
+    for row in comparison.rows:
+        found = row.difference
+        rows.append(
+            {
+                "checkpoint": row.label,
+                "tau": screen.interval_text(row.tau_pooled, row.ci_low, row.ci_high),
+                "prompts": row.num_prompts,
+                "steps": row.num_verification_steps,
+                "compared with": row.compared_with,
+                "difference": None if found is None else screen.difference_text(found),
+                "p (Holm)": None if math.isnan(row.p_adjusted) else row.p_adjusted,
+            }
+        )
+    conditions = ", ".join(f"{name} {value}" for name, value in comparison.conditions._asdict().items())
+    caption = f"differences are paired over the same prompts, with 95 % intervals. Same for all rows: {conditions}"
+    screen.print_table("Comparison", rows, caption=caption)
+    for note in comparison.notes:
+        print(note)
 
 
 def _failed(checkpoint: str, error: Exception | str) -> dict[str, Any]:

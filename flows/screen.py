@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +15,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from dflash_core import progress
+
+if TYPE_CHECKING:
+    from dflash_core.acceptance.statistics import PairedDifference
 
 _LEAST_WIDTH = 110
 """Columns assumed where the output is no terminal, so that tables in logs are not cut."""
@@ -69,10 +73,23 @@ def megabytes(num_bytes: int | None) -> str:
 
 def tau_text(slice_: Mapping[str, Any]) -> str:
     """Return tau with its 95 % interval, or a dash where nothing was measured."""
-    tau, low, high = slice_.get("tau_pooled"), slice_.get("ci_low"), slice_.get("ci_high")
-    if tau is None:
+    return interval_text(slice_.get("tau_pooled"), slice_.get("ci_low"), slice_.get("ci_high"))
+
+
+def difference_text(found: PairedDifference) -> str:
+    """Return a paired difference with its sign and interval, or a dash where nothing was measured."""
+    if math.isnan(found.difference):
         return "-"
-    return f"{tau:.2f}" if low is None or high is None else f"{tau:.2f} [{low:.2f}, {high:.2f}]"
+    if math.isnan(found.ci_low):
+        return f"{found.difference:+.2f}"
+    return f"{found.difference:+.2f} [{found.ci_low:+.2f}, {found.ci_high:+.2f}]"
+
+
+def interval_text(value: float | None, low: float | None, high: float | None) -> str:
+    """Return a number with its interval in brackets, or a dash where nothing was measured."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 @contextmanager

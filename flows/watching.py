@@ -67,7 +67,7 @@ class Watch:
             HostError: the host does not answer.
         """
         try:
-            found = list_checkpoints(self.run_url, hosts=self.config.hosts, run=self.config.run)
+            found = list_checkpoints(self.run_url, hosts=self.config.hosts, run=self.config.run, allow_empty=True)
         except CheckpointNotFound as error:
             self._tell_once("waiting", self.run_url, one_line(error))
             return []
@@ -75,11 +75,12 @@ class Watch:
         for one in found:
             if self._settled.get(one.url) == one.signature:
                 continue
-            readiness = check_readiness(one, self._signatures.get(one.url), hosts=self.config.hosts)
+            previous = self._signatures.get(one.url)
+            readiness = check_readiness(one, previous, hosts=self.config.hosts)
             self._signatures[one.url] = one.signature
             if readiness.ready:
                 ready.append(one)
-            else:
+            elif previous is not None:
                 self._tell_once("waiting", one.name, str(readiness.reason))
         return ready
 

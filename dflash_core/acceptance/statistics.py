@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -207,15 +208,28 @@ def _check_settings(num_resamples: int, level: float) -> None:
 
 def _resampled_sums(counts_NC: FloatArray, num_resamples: int, seed: int) -> FloatArray:
     """Return the column sums of R draws of N prompts with replacement, [R, C]."""
-    generator = np.random.default_rng(seed)
     num_prompts = len(counts_NC)
+    if num_resamples * num_prompts <= CHUNK_CELLS:
+        sums_RC: FloatArray = _draws(num_prompts, num_resamples, seed) @ counts_NC
+        return sums_RC
+    generator = np.random.default_rng(seed)
     rows_per_chunk = max(1, CHUNK_CELLS // num_prompts)
-    sums: list[Any] = []
-    for start in range(0, num_resamples, rows_per_chunk):
-        size = (min(rows_per_chunk, num_resamples - start), num_prompts)
-        chosen_RN = generator.integers(num_prompts, size=size)
-        sums.append(np.stack([column[chosen_RN].sum(axis=1) for column in counts_NC.T], axis=1))
-    return np.concatenate(sums)
+    sizes = [min(rows_per_chunk, num_resamples - start) for start in range(0, num_resamples, rows_per_chunk)]
+    return np.concatenate([_draw(generator, num_prompts, size) @ counts_NC for size in sizes])
+
+
+@lru_cache(maxsize=8)
+def _draws(num_prompts: int, num_resamples: int, seed: int) -> NDArray[np.uint16]:
+    """Return all draws at once; many evaluations of the same prompts share them."""
+    return _draw(np.random.default_rng(seed), num_prompts, num_resamples)
+
+
+def _draw(generator: np.random.Generator, num_prompts: int, num_resamples: int) -> NDArray[np.uint16]:
+    """Return how often each resample draws each prompt, [R, N]."""
+    chosen_RN = generator.integers(num_prompts, size=(num_resamples, num_prompts))
+    chosen_RN += np.arange(num_resamples)[:, None] * num_prompts
+    times = np.bincount(chosen_RN.ravel(), minlength=chosen_RN.size)
+    return times.reshape(chosen_RN.shape).astype(np.uint16)
 
 
 def _percentiles(values_R: FloatArray, level: float) -> Interval:
@@ -235,7 +249,8 @@ def _exchange_p_value(counts_N4: FloatArray, observed: float, num_resamples: int
     is_exact = num_prompts <= MAX_EXACT_PROMPTS
     num_patterns = 2**num_prompts if is_exact else num_resamples
     generator = np.random.default_rng([seed, 1])
-    exchanged_N4 = counts_N4[:, [2, 3, 0, 1]]
+    # What exchanging a prompt's two drafters adds to the four sums.
+    change_N4 = counts_N4[:, [2, 3, 0, 1]] - counts_N4
     rows_per_chunk = max(1, CHUNK_CELLS // num_prompts)
     num_as_large = 0
     for start in range(0, num_patterns, rows_per_chunk):
@@ -243,8 +258,8 @@ def _exchange_p_value(counts_N4: FloatArray, observed: float, num_resamples: int
         if is_exact:
             is_exchanged_RN = (rows[:, None] >> np.arange(num_prompts)) & 1
         else:
-            is_exchanged_RN = generator.integers(2, size=(len(rows), num_prompts))
-        sums_R4 = is_exchanged_RN @ exchanged_N4 + (1 - is_exchanged_RN) @ counts_N4
+            is_exchanged_RN = generator.integers(2, size=(len(rows), num_prompts), dtype=np.uint8)
+        sums_R4 = counts_N4.sum(axis=0) + is_exchanged_RN @ change_N4
         num_as_large += int((np.abs(_differences(sums_R4)) >= abs(observed) - TIE_TOLERANCE).sum())
     if is_exact:
         return num_as_large / num_patterns

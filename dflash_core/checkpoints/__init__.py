@@ -2,7 +2,8 @@
 
 from dflash_core.checkpoints.inspection import inspect_checkpoint
 from dflash_core.checkpoints.listing import check_readiness, list_checkpoints
-from dflash_core.checkpoints.sources import Source, SourceFile, open_source
+from dflash_core.checkpoints.source_base import Source, SourceFile
+from dflash_core.checkpoints.sources import open_source
 from dflash_core.checkpoints.streaming import stream_checkpoint, weights_digest
 from dflash_core.checkpoints.values import (
     CheckpointInspection,

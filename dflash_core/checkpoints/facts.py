@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dflash_core.checkpoints.inert_pickle import Inert
+from dflash_core.checkpoints.pickle_values import Inert
 from dflash_core.checkpoints.values import Facts
 
 MAX_FACTS = 2000
@@ -30,7 +30,8 @@ _ORDINARY = re.compile(
     | numpy\.(dtype|ndarray|\w+\d+|bool_?) | numpy\._?core\.(multiarray\.(scalar|_reconstruct)|numeric\._frombuffer)
     | numpy\.dtypes\.\w+ | numpy\.random\._pickle\.__\w+_ctor
     | _codecs\.encode | copyreg\._reconstructor | copy_reg\._reconstructor
-    | (builtins|__builtin__)\.(object|set|frozenset|list|dict|tuple|int|float|complex|str|bytes|bytearray|bool|slice|range)
+    | (builtins|__builtin__)\.(object|set|frozenset|list|dict|tuple|slice|range)
+    | (builtins|__builtin__)\.(int|float|complex|str|bytes|bytearray|bool)
     | datetime\.(datetime|date|time|timedelta|timezone)
     )$""",
     re.VERBOSE,

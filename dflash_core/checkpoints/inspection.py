@@ -16,11 +16,12 @@ from typing import Any
 
 from dflash_core.checkpoints.dtypes import WEIGHT_TYPES, ElementType
 from dflash_core.checkpoints.facts import collect_facts, step_of
-from dflash_core.checkpoints.inert_pickle import TensorRef
 from dflash_core.checkpoints.layout import Located, locate, step_and_run
 from dflash_core.checkpoints.names import assign_roles, shortened
+from dflash_core.checkpoints.pickle_values import TensorRef
 from dflash_core.checkpoints.safetensors_file import SafetensorsHeader, StoredTensor, read_header
-from dflash_core.checkpoints.sources import Source, SourceFile, open_source
+from dflash_core.checkpoints.source_base import Source, SourceFile
+from dflash_core.checkpoints.sources import open_source
 from dflash_core.checkpoints.torch_file import TorchFile, check_view, read_torch_file
 from dflash_core.checkpoints.values import CheckpointCutOff, CheckpointInspection, CheckpointRef, Facts, TensorEntry
 from dflash_core.checkpoints.zip_index import RangeReader

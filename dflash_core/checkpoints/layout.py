@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_core.checkpoints.names import shortened
-from dflash_core.checkpoints.sources import DirEntry, FileStat, Source
+from dflash_core.checkpoints.source_base import DirEntry, FileStat, Source
 from dflash_core.checkpoints.values import Layout
 from dflash_core.errors import CheckpointNotFound, UnsupportedCheckpoint
 
@@ -95,7 +95,7 @@ def locate_in_folder(path: str, entries: Sequence[DirEntry]) -> Located | None:
     Raises:
         UnsupportedCheckpoint: it is one of a kind that is not read.
     """
-    files = {entry.name: entry for entry in entries if _is_file(entry)}
+    files = {entry.name: entry for entry in entries if is_file(entry)}
     names = [name for name in files if not _UNFINISHED.match(name)]
     if any(name == ".metadata" or name.endswith(".distcp") for name in files):
         raise UnsupportedCheckpoint(
@@ -119,6 +119,16 @@ def locate_in_folder(path: str, entries: Sequence[DirEntry]) -> Located | None:
     return Located(path=path, folder=path, layout=layout, weights=weights, beside=files, is_folder=True)
 
 
+def is_file(entry: DirEntry) -> bool:
+    """Tell whether an entry is a file, links followed."""
+    return entry.stat is not None and entry.stat.kind == "file"
+
+
+def without_suffix(name: str) -> str:
+    """Return a file's name without the ending of a weights file."""
+    return next((name.removesuffix(suffix) for suffix in WEIGHT_SUFFIXES if name.endswith(suffix)), name)
+
+
 def is_weight_name(name: str) -> bool:
     """Tell whether a file of this name may hold a drafter's weights."""
     return name.endswith(WEIGHT_SUFFIXES) and not _NEVER_WEIGHTS.match(name) and not _UNFINISHED.match(name)
@@ -131,7 +141,7 @@ def is_unfinished_name(name: str) -> bool:
 
 def step_in_name(name: str) -> int | None:
     """Return the training step in a file's or folder's name: 100 for `step_100` and `checkpoint-100.pt`."""
-    stem = next((name.removesuffix(suffix) for suffix in WEIGHT_SUFFIXES if name.endswith(suffix)), name)
+    stem = without_suffix(name)
     for pattern in _STEP_PATTERNS:
         if found := pattern.findall(stem):
             return int(found[-1])
@@ -159,7 +169,7 @@ def _locate_file(source: Source, path: str, stat: FileStat) -> Located:
     folder, name = posixpath.split(path)
     if name == SHARD_INDEX:
         return locate(source, folder)
-    entries = {entry.name: entry for entry in source.list_dir(folder or ".") if _is_file(entry)}
+    entries = {entry.name: entry for entry in source.list_dir(folder or ".") if is_file(entry)}
     entries.setdefault(name, DirEntry(name=name, path=path, stat=stat))
     layout: Layout
     if name.endswith(".safetensors"):
@@ -173,12 +183,8 @@ def _locate_file(source: Source, path: str, stat: FileStat) -> Located:
     return Located(path=path, folder=folder, layout=layout, weights=(path,), beside=entries, is_folder=False)
 
 
-def _is_file(entry: DirEntry) -> bool:
-    return entry.stat is not None and entry.stat.kind == "file"
-
-
 def _nothing_in(url: str, entries: Sequence[DirEntry]) -> CheckpointNotFound:
-    checkpoints = [entry.name for entry in entries if _is_file(entry) and is_weight_name(entry.name)]
+    checkpoints = [entry.name for entry in entries if is_file(entry) and is_weight_name(entry.name)]
     if len(checkpoints) > 1:
         return CheckpointNotFound(f"{url} holds {len(checkpoints)} checkpoints, name one: {shortened(checkpoints)}")
     held = shortened(entry.name for entry in entries) or "nothing"

@@ -9,19 +9,23 @@ from contextlib import ExitStack
 
 from dflash_core.checkpoints.inspection import read_shard_index, read_side_files
 from dflash_core.checkpoints.layout import (
+    INCOMPLETE_MARKER,
     SHARD_INDEX,
-    WEIGHT_SUFFIXES,
     Located,
+    is_file,
     is_unfinished_name,
     is_weight_name,
     locate,
     locate_in_folder,
     natural_key,
+    step_and_run,
     step_in_name,
+    without_suffix,
 )
 from dflash_core.checkpoints.names import shortened
 from dflash_core.checkpoints.safetensors_file import read_header
-from dflash_core.checkpoints.sources import DirEntry, Source, open_source
+from dflash_core.checkpoints.source_base import DirEntry, Source
+from dflash_core.checkpoints.sources import open_source
 from dflash_core.checkpoints.torch_file import read_torch_index
 from dflash_core.checkpoints.values import CheckpointCutOff, FoundCheckpoint, Readiness
 from dflash_core.checkpoints.zip_index import RangeReader
@@ -33,6 +37,7 @@ def list_checkpoints(
     run_url: str,
     *,
     hosts: Mapping[str, HostSettings] | None = None,
+    run: str | None = None,
     source: Source | None = None,
     allow_empty: bool = False,
 ) -> list[FoundCheckpoint]:
@@ -44,6 +49,7 @@ def list_checkpoints(
     Args:
         run_url: the folder that holds the steps, or one checkpoint.
         hosts: the configured hosts.
+        run: name of the training run; None takes the folder that holds the steps.
         source: an open source of the same place, to save a connection.
         allow_empty: return an empty list for a folder without a checkpoint, as a watch wants that
             starts before the training.
@@ -56,12 +62,13 @@ def list_checkpoints(
         place = source or stack.enter_context(open_source(run_url, hosts or {}))
         path = place.path_of(run_url)
         if place.stat(path).kind != "folder":
-            return [_found_file(place, locate(place, path))]
+            located = locate(place, path)
+            entry, run = located.beside[located.name], run or step_and_run(located)[1]
+            return [_found_file(place, entry, run, set(located.beside))]
         entries = place.list_dir(path)
-        itself = _folder_checkpoint(path, entries)
-        if itself is not None and not _holds_many(entries):
-            return [_found_folder(place, path, entries)]
-        found = _in_run_folder(place, entries)
+        if _is_checkpoint(path, entries) and not _holds_many(entries):
+            return [_found_folder(place, path, run or _folder_name(posixpath.dirname(path)), entries)]
+        found = _in_run_folder(place, path, run or _folder_name(path), entries)
         if not found and not allow_empty:
             held = shortened(entry.name for entry in entries) or "nothing"
             raise CheckpointNotFound(
@@ -129,85 +136,83 @@ def _require_whole(source: Source, located: Located) -> None:
                 read_header(reader)
 
 
-def _in_run_folder(source: Source, entries: Iterable[DirEntry]) -> list[FoundCheckpoint]:
+def _in_run_folder(source: Source, path: str, run: str, entries: list[DirEntry]) -> list[FoundCheckpoint]:
     """Return what a run's folder holds: one checkpoint per file of weights and per folder with some."""
-    shown = [entry for entry in entries if entry.stat is not None and not is_unfinished_name(entry.name)]
-    real_paths = {entry.path: source.realpath(entry.path) if entry.is_link else entry.path for entry in shown}
-    own_paths = (
-        {source.realpath(entry.path) for entry in shown if not entry.is_link}
-        if any(entry.is_link for entry in shown)
-        else set()
-    )
-    kept: list[DirEntry] = []
-    seen: set[str] = set()
-    for entry in sorted(shown, key=lambda entry: (entry.is_link, natural_key(entry.name))):
-        real_path = real_paths[entry.path]
-        if real_path in seen or (entry.is_link and real_path in own_paths):
-            continue
-        seen.add(real_path)
-        kept.append(entry)
-    folders = [entry for entry in kept if entry.stat is not None and entry.stat.kind == "folder"]
-    contents = source.list_dirs([entry.path for entry in folders])
+    kept = _without_doubles(source, path, [entry for entry in entries if not is_unfinished_name(entry.name)])
+    folders = [entry.path for entry in kept if entry.stat is not None and entry.stat.kind == "folder"]
+    contents = source.list_dirs(folders)
+    names = {entry.name for entry in entries}
     found = [
-        _found_folder(source, entry.path, contents[entry.path]) for entry in folders if _is_candidate(entry, contents)
+        _found_folder(source, folder, run, contents[folder])
+        for folder in folders
+        if _is_checkpoint(folder, contents[folder])
     ]
-    markers = {entry.name for entry in entries}
-    for entry in kept:
-        if entry.stat is not None and entry.stat.kind == "file" and is_weight_name(entry.name):
-            found.append(_found_entry(source, entry, markers))
+    found += [_found_file(source, entry, run, names) for entry in kept if is_file(entry) and is_weight_name(entry.name)]
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, natural_key(one.name)))
 
 
-def _is_candidate(entry: DirEntry, contents: Mapping[str, list[DirEntry]]) -> bool:
-    return _folder_checkpoint(entry.path, contents[entry.path]) is not None
+def _without_doubles(source: Source, path: str, entries: list[DirEntry]) -> list[DirEntry]:
+    """Return entries without links to each other or to what is listed under its own name."""
+    present = [entry for entry in entries if entry.stat is not None]
+    links = [entry for entry in present if entry.is_link]
+    if not links:
+        return present
+    real_folder = source.realpath(path)
+    seen = {posixpath.join(real_folder, entry.name) for entry in present if not entry.is_link}
+    kept = [entry for entry in present if not entry.is_link]
+    for link in sorted(links, key=lambda entry: natural_key(entry.name)):
+        real_path = source.realpath(link.path)
+        if real_path not in seen:
+            seen.add(real_path)
+            kept.append(link)
+    return kept
 
 
-def _folder_checkpoint(path: str, entries: list[DirEntry]) -> bool | None:
-    """Tell whether a folder is a checkpoint: True, or None; one of a refused kind is one too."""
+def _is_checkpoint(path: str, entries: list[DirEntry]) -> bool:
+    """Tell whether a folder is a checkpoint; one of a kind that is refused is one too."""
     try:
-        return True if locate_in_folder(path, entries) is not None else None
+        return locate_in_folder(path, entries) is not None
     except UnsupportedCheckpoint:
         return True
 
 
+def _folder_name(path: str) -> str:
+    return posixpath.basename(path) or "run"
+
+
 def _holds_many(entries: list[DirEntry]) -> bool:
     """Tell whether a folder's files are several steps of one run, not parts of one checkpoint."""
-    names = [entry.name for entry in entries if entry.stat is not None and entry.stat.kind == "file"]
+    names = [entry.name for entry in entries if is_file(entry)]
     if SHARD_INDEX in names:
         return False
     steps = {step_in_name(name) for name in names if is_weight_name(name)} - {None}
     return bool(steps) and (len(steps) > 1 or any(entry.stat and entry.stat.kind == "folder" for entry in entries))
 
 
-def _found_folder(source: Source, path: str, entries: list[DirEntry]) -> FoundCheckpoint:
+def _found_folder(source: Source, path: str, run: str, entries: list[DirEntry]) -> FoundCheckpoint:
     name = posixpath.basename(path)
-    files = [entry for entry in entries if entry.stat is not None and entry.stat.kind == "file"]
-    is_marked = any(entry.name == ".incomplete" for entry in files)
+    files = [entry for entry in entries if is_file(entry)]
+    is_marked = any(entry.name == INCOMPLETE_MARKER for entry in files)
     return FoundCheckpoint(
         url=source.url_of(path),
+        run=run,
         name=name,
         step=step_in_name(name),
         signature=_signature(files),
-        incomplete_reason="a file .incomplete lies in it" if is_marked else None,
+        incomplete_reason=f"a file {INCOMPLETE_MARKER} lies in it" if is_marked else None,
     )
 
 
-def _found_entry(source: Source, entry: DirEntry, names: set[str]) -> FoundCheckpoint:
-    stem = next(
-        (entry.name.removesuffix(suffix) for suffix in WEIGHT_SUFFIXES if entry.name.endswith(suffix)), entry.name
-    )
-    marker = f"{entry.name}.incomplete"
+def _found_file(source: Source, entry: DirEntry, run: str, names: set[str]) -> FoundCheckpoint:
+    marker = f"{entry.name}{INCOMPLETE_MARKER}"
     return FoundCheckpoint(
         url=source.url_of(entry.path),
-        name=stem,
+        run=run,
+        name=without_suffix(entry.name),
         step=step_in_name(entry.name),
         signature=_signature([entry]),
         incomplete_reason=f"a file {marker} lies beside it" if marker in names else None,
     )
-
-
-def _found_file(source: Source, located: Located) -> FoundCheckpoint:
-    return _found_entry(source, located.beside[located.name], set(located.beside))
 
 
 def _signature(files: Iterable[DirEntry]) -> str:

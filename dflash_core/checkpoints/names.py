@@ -92,7 +92,8 @@ def assign_roles(names: Iterable[str], *, where: str) -> dict[str, NamedRole]:
         other = owners.setdefault(short, name)
         if other != name:
             raise UnsupportedCheckpoint(
-                f"{where}: {other!r} and {name!r} both mean {short!r}; a checkpoint must hold one drafter and no base model"
+                f"{where}: {other!r} and {name!r} both mean {short!r}; "
+                "a checkpoint must hold one drafter and no base model"
             )
         roles[name] = role
     if unknown:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from dflash_core.checkpoints.dtypes import BY_CODE, WRITE_RANK, ElementType
-from dflash_core.checkpoints.sources import ByteRange, SourceFile
+from dflash_core.checkpoints.source_base import ByteRange, SourceFile
 from dflash_core.checkpoints.values import CheckpointCutOff
 from dflash_core.checkpoints.zip_index import RangeReader
 from dflash_core.errors import CheckpointCorrupt, UnsupportedCheckpoint

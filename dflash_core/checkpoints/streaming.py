@@ -16,8 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflash_core.checkpoints.inspection import OpenCheckpoint, WeightFile, open_checkpoint
+from dflash_core.checkpoints.local_source import LocalSource
 from dflash_core.checkpoints.safetensors_file import SafetensorsHeader, StoredTensor, build_header, read_header
-from dflash_core.checkpoints.sources import LocalSource, RateLimit, Source, open_source
+from dflash_core.checkpoints.source_base import RateLimit, Source
+from dflash_core.checkpoints.sources import open_source
 from dflash_core.checkpoints.tensor_plan import Piece, merged, plan_contiguous, plan_torch
 from dflash_core.checkpoints.values import StreamedCheckpoint
 from dflash_core.checkpoints.zip_index import RangeReader, data_range

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy
 
-from dflash_core.checkpoints.inert_pickle import TensorRef
-from dflash_core.checkpoints.sources import ByteRange
+from dflash_core.checkpoints.pickle_values import TensorRef
+from dflash_core.checkpoints.source_base import ByteRange
 from dflash_core.checkpoints.torch_file import TorchFile, is_contiguous, span_of
 from dflash_core.checkpoints.zip_index import LOCAL_HEADER_BYTES, ZipRecord, data_range_from
 from dflash_core.errors import CheckpointCorrupt

@@ -13,9 +13,10 @@ from math import prod
 from typing import Any
 
 from dflash_core.checkpoints.facts import TRAINING_STATE, collect_facts, odd_names
-from dflash_core.checkpoints.inert_pickle import Inert, RefusedTensor, TensorRef, read_inert
+from dflash_core.checkpoints.inert_pickle import read_inert
 from dflash_core.checkpoints.names import looks_like_drafter, shortened
-from dflash_core.checkpoints.sources import SourceFile
+from dflash_core.checkpoints.pickle_values import Inert, RefusedTensor, TensorRef
+from dflash_core.checkpoints.source_base import SourceFile
 from dflash_core.checkpoints.values import CheckpointCutOff, Facts
 from dflash_core.checkpoints.zip_index import LOCAL_MAGIC, RangeReader, ZipIndex, ZipRecord, read_record, read_zip_index
 from dflash_core.errors import CheckpointCorrupt, UnsupportedCheckpoint
@@ -59,6 +60,11 @@ def read_torch_index(reader: RangeReader) -> ZipIndex:
     index = read_zip_index(reader)
     if "constants.pkl" in index.records or any(name.startswith("code/") for name in index.records):
         raise UnsupportedCheckpoint(f"{file.display} is a TorchScript program; save the module's state_dict instead")
+    if index.packed:
+        raise UnsupportedCheckpoint(
+            f"{file.display}: {len(index.packed)} records are compressed or encrypted, which torch.save never does: "
+            f"{shortened(index.packed)}"
+        )
     if "data.pkl" not in index.records:
         raise UnsupportedCheckpoint(f"{file.display} is a zip file without data.pkl, so torch.save did not write it")
     return index
@@ -113,7 +119,8 @@ def check_view(name: str, tensor: TensorRef, records: Mapping[str, ZipRecord], w
         raise CheckpointCorrupt(f"{where}: tensor {name!r} of shape {list(tensor.shape)} reaches outside its storage")
     if size_bytes > max(storage_bytes, SMALL_EXPANSION_BYTES):
         raise UnsupportedCheckpoint(
-            f"{where}: tensor {name!r} of {size_bytes} bytes repeats a storage of {storage_bytes} bytes; save it contiguous"
+            f"{where}: tensor {name!r} of {size_bytes} bytes repeats a storage of {storage_bytes} bytes; "
+            "save it contiguous"
         )
     return size_bytes
 
@@ -179,7 +186,8 @@ def _find_weights(root: Any, where: str) -> Mapping[str, TensorRef]:
     different = {_fingerprint(tensors) for tensors in found.values()}
     if len(different) > 1:
         raise UnsupportedCheckpoint(
-            f"{where} holds {len(different)} sets of drafter weights: {shortened(found)}; which one is meant cannot be told"
+            f"{where} holds {len(different)} sets of drafter weights: {shortened(found)}; "
+            "which one is meant cannot be told"
         )
     if not found:
         keys = [str(key) for key in root]
@@ -209,11 +217,15 @@ def _tensor_dicts(root: Mapping[Any, Any]) -> Iterator[tuple[str, dict[str, Any]
     flat = {key: value for key, value in root.items() if isinstance(value, TensorRef | RefusedTensor)}
     yield FLAT, {key: value for key, value in flat.items() if isinstance(key, str)}
     for key, value in root.items():
-        if not isinstance(key, str) or not isinstance(value, dict) or TRAINING_STATE.match(key):
+        if not _is_named_dict(key, value):
             continue
-        if all(isinstance(name, str) for name in value):
-            yield key, value
+        yield key, value
         for inner_key, inner in value.items():
-            if isinstance(inner_key, str) and isinstance(inner, dict) and not TRAINING_STATE.match(inner_key):
-                if all(isinstance(name, str) for name in inner):
-                    yield f"{key}.{inner_key}", inner
+            if _is_named_dict(inner_key, inner):
+                yield f"{key}.{inner_key}", inner
+
+
+def _is_named_dict(key: Any, value: Any) -> bool:
+    if not isinstance(key, str) or not isinstance(value, dict) or TRAINING_STATE.match(key):
+        return False
+    return all(isinstance(name, str) for name in value)

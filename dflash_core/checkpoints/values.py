@@ -100,6 +100,8 @@ class FoundCheckpoint:
     """A checkpoint seen in a run folder, its content not looked at."""
 
     url: str
+    run: str
+    """Name of the training run."""
     name: str
     step: int | None
     """From the name; None where it holds no number."""

@@ -11,9 +11,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dflash_core.checkpoints.sources import ByteRange, SourceFile
+from dflash_core.checkpoints.source_base import ByteRange, SourceFile
 from dflash_core.checkpoints.values import CheckpointCutOff
-from dflash_core.errors import CheckpointCorrupt, UnsupportedCheckpoint
+from dflash_core.errors import CheckpointCorrupt
 
 LOCAL_MAGIC = b"PK\x03\x04"
 _ENTRY_MAGIC = b"PK\x01\x02"
@@ -26,7 +26,7 @@ _MAX_COMMENT_BYTES = 0xFFFF
 TAIL_BYTES = 64 << 10
 # 100 bytes a record: room for 300 000 of them.
 MAX_INDEX_BYTES = 32 << 20
-_U16_FULL, _U32_FULL = 0xFFFF, 0xFFFF_FFFF
+_U32_FULL = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,8 @@ class ZipIndex:
     records: Mapping[str, ZipRecord]
     has_checksums: bool
     """False for files that were saved with checksums turned off."""
+    packed: tuple[str, ...]
+    """Names of records that are compressed or encrypted, which torch.save never does."""
 
 
 class RangeReader:
@@ -74,7 +76,6 @@ def read_zip_index(reader: RangeReader) -> ZipIndex:
     Raises:
         CheckpointCutOff: no end record lies at the very end.
         CheckpointCorrupt: the list contradicts itself or the file.
-        UnsupportedCheckpoint: records are compressed or encrypted.
     """
     where, file_size = reader.file.display, reader.file.stat.size
     tail_start = max(0, file_size - TAIL_BYTES)
@@ -85,10 +86,13 @@ def read_zip_index(reader: RangeReader) -> ZipIndex:
             f"cut off: {where} has no zip end record at its end ({file_size} bytes); "
             "it is still being written, or was not copied whole"
         )
-    num_records, index_size, index_offset = struct.unpack_from("<HII", tail, end_at + 10)
-    index_end = tail_start + end_at
-    if _U16_FULL == num_records or _U32_FULL in (index_size, index_offset):
-        num_records, index_size, index_offset, index_end = _read_end64(reader, tail_start + end_at)
+    end_offset = tail_start + end_at
+    # torch writes the records of 64-bit files always, and in small files leaves the short ones valid too.
+    wide = _read_end64(reader, end_offset)
+    num_records, index_size, index_offset, index_end = wide or (
+        *struct.unpack_from("<HII", tail, end_at + 10),
+        end_offset,
+    )
     if (
         index_size > MAX_INDEX_BYTES
         or index_offset + index_size != index_end
@@ -138,12 +142,12 @@ def _find_end(tail: bytes) -> int | None:
     return None
 
 
-def _read_end64(reader: RangeReader, end_offset: int) -> tuple[int, int, int, int]:
-    """Return (records, index size, index offset, index end) of a file with 64-bit sizes."""
+def _read_end64(reader: RangeReader, end_offset: int) -> tuple[int, int, int, int] | None:
+    """Return (records, index size, index offset, index end) of a file with 64-bit sizes, or None."""
     where = reader.file.display
     locator = reader.read(max(0, end_offset - _LOCATOR64_BYTES), min(end_offset, _LOCATOR64_BYTES))
     if locator[:4] != _LOCATOR64_MAGIC:
-        raise CheckpointCorrupt(f"{where}: its zip64 locator is missing; was the file damaged?")
+        return None
     (end64_offset,) = struct.unpack_from("<Q", locator, 8)
     if end64_offset + _END64_BYTES > end_offset - _LOCATOR64_BYTES:
         raise CheckpointCorrupt(f"{where}: its zip64 end record lies outside the file; was the file damaged?")
@@ -160,6 +164,7 @@ class _Entry:
     size: int
     crc: int
     header_offset: int
+    is_plain: bool
 
 
 def _parse_entries(index: bytes, num_records: int, where: str) -> list[_Entry]:
@@ -175,11 +180,8 @@ def _parse_entries(index: bytes, num_records: int, where: str) -> list[_Entry]:
         extra_at = at + _ENTRY_BYTES + name_bytes
         extra = index[extra_at : extra_at + extra_bytes]
         size, packed_size, header_offset = _widened(extra, size, packed_size, header_offset)
-        if method != 0 or flags & 1 or packed_size != size:
-            raise UnsupportedCheckpoint(
-                f"{where}: record {name!r} is compressed or encrypted; torch.save writes neither"
-            )
-        entries.append(_Entry(name, size, crc, header_offset))
+        is_plain = method == 0 and not flags & 1 and packed_size == size
+        entries.append(_Entry(name, size if is_plain else packed_size, crc, header_offset, is_plain))
         at = extra_at + extra_bytes + comment_bytes
     return entries
 
@@ -215,4 +217,8 @@ def _checked(entries: list[_Entry], index_offset: int, where: str) -> ZipIndex:
         records[name] = ZipRecord(
             name=name, size=entry.size, crc=entry.crc, header_offset=entry.header_offset, limit=limit
         )
-    return ZipIndex(records=records, has_checksums=any(record.crc for record in records.values() if record.size))
+    return ZipIndex(
+        records=records,
+        has_checksums=any(record.crc for record in records.values() if record.size),
+        packed=tuple(entry.name for entry in entries if not entry.is_plain),
+    )

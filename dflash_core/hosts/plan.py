@@ -8,85 +8,18 @@ marked read-only, or one that gave no whole answer, is never given work.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
 
 from dflash_core.errors import DoesNotFit
 from dflash_core.hosts import memory
 from dflash_core.hosts.dtypes import choose_cpu_dtype, choose_cuda_dtype
 from dflash_core.hosts.job import Job
-from dflash_core.hosts.report import GPU, Disk, HostReport
+from dflash_core.hosts.report import GPU, Disk, HostReport, ModelFolder
+from dflash_core.hosts.stages import MemoryPart, Plan, Stage, StagePlan
 from dflash_core.hosts.wording import gib
 
-Stage = Literal["target", "drafter"]
 _MIB = 2**20
 _NO_HOST = "none of the hosts that answered may be given work"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPart:
-    """One thing that takes memory."""
-
-    name: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagePlan:
-    """Where one stage runs."""
-
-    stage: Stage
-    host: str | None
-    """None: no host may be given work."""
-    device: str
-    """`cpu` or `cuda:0`."""
-    dtype: str
-    threads: int | None
-    parts: tuple[MemoryPart, ...]
-    memory_available_bytes: int | None
-    """RAM available or GPU memory free when the host was asked; None when it did not say."""
-    disk_path: str | None
-    disk_needed_bytes: int | None
-    disk_available_bytes: int | None
-    why: str
-    """One sentence."""
-    advice: str
-    """What to do when it does not fit."""
-
-    @property
-    def memory_needed_bytes(self) -> int:
-        """Return the sum of the parts."""
-        return sum(part.size_bytes for part in self.parts)
-
-    @property
-    def fits(self) -> bool:
-        """Tell whether the host has what is needed; what it did not say is not held against it."""
-        return self.host is not None and self.memory_fits and self.disk_fits
-
-    @property
-    def memory_fits(self) -> bool:
-        """Tell whether the memory suffices."""
-        return self.memory_available_bytes is None or self.memory_needed_bytes <= self.memory_available_bytes
-
-    @property
-    def disk_fits(self) -> bool:
-        """Tell whether the disk suffices."""
-        known = self.disk_needed_bytes is not None and self.disk_available_bytes is not None
-        return not known or (self.disk_needed_bytes or 0) <= (self.disk_available_bytes or 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Where a job runs."""
-
-    target: StagePlan
-    drafter: StagePlan
-
-    @property
-    def stages(self) -> tuple[StagePlan, ...]:
-        """Return the stages in the order in which they run."""
-        return (self.target, self.drafter)
 
 
 def make_plan(reports: Sequence[HostReport], job: Job, *, only: Collection[str] | None = None) -> Plan:
@@ -102,6 +35,17 @@ def make_plan(reports: Sequence[HostReport], job: Job, *, only: Collection[str] 
     """
     usable = [report for report in reports if report.may_be_given_work and (only is None or report.name in only)]
     return Plan(target=_place_target(usable, job), drafter=_place_drafter(usable, job))
+
+
+def find_target(reports: Sequence[HostReport], target_path: str) -> ModelFolder | None:
+    """Return what a host said of the target, a whole copy before a part of one; None when no host has it."""
+    copies = [
+        model
+        for report in reports
+        for model in report.facts.models
+        if model.config is not None and _is_named(model, target_path)
+    ]
+    return max(copies, key=lambda model: (model.is_whole, model.num_shards), default=None)
 
 
 def check_fits(plan: Plan) -> None:
@@ -121,7 +65,8 @@ def check_fits(plan: Plan) -> None:
         if not stage.disk_fits:
             raise DoesNotFit(
                 f"the hidden states need {gib(stage.disk_needed_bytes)} of disk, {gib(stage.disk_available_bytes)} "
-                f"available on host {stage.host} in {stage.disk_path}; set store to a larger disk or score fewer prompts"
+                f"available on host {stage.host} in {stage.disk_path}; "
+                "set store to a larger disk or score fewer prompts"
             )
 
 
@@ -129,7 +74,7 @@ def _place_target(reports: Sequence[HostReport], job: Job) -> StagePlan:
     """Return the best host for the target: one that fits, holds it, and has the most threads."""
     plans = [_target_on(report, job) for report in reports]
     if not plans:
-        return _nowhere("target", "cpu", _target_parts(job, "float32"), _NO_HOST)
+        return _nowhere("target", "cpu", _target_parts(job, "float32"), why=_NO_HOST)
     holders = {report.name for report in reports if _holds_target(report, job)}
     return max(
         plans,
@@ -196,7 +141,7 @@ def _disk_bytes(job: Job, compute_dtype: str) -> int:
 def _place_drafter(reports: Sequence[HostReport], job: Job) -> StagePlan:
     """Return the best place for the drafter: the emptiest GPU that fits, else a CPU, with the reason."""
     if not reports:
-        return _nowhere("drafter", job.device, _drafter_parts(job, "float32"), _NO_HOST)
+        return _nowhere("drafter", "cpu", _drafter_parts(job, "float32"), why=_NO_HOST)
     if job.device == "cpu":
         return _drafter_on_cpu(reports, job, "the config says device: cpu")
     plans: list[StagePlan] = []
@@ -214,7 +159,7 @@ def _place_drafter(reports: Sequence[HostReport], job: Job) -> StagePlan:
     reasons += [_lacking(plan) for plan in plans]
     why = f"no GPU can take it ({'; '.join(reasons)})" if reasons else "no host that answered has an NVIDIA GPU"
     if job.device == "cuda":
-        return _nowhere("drafter", "cuda", _drafter_parts(job, "bfloat16"), why)
+        return _nowhere("drafter", "cuda", _drafter_parts(job, "float32"), why=why)
     return _drafter_on_cpu(reports, job, why)
 
 
@@ -297,7 +242,7 @@ def _drafter_parts(job: Job, dtype: str) -> tuple[MemoryPart, ...]:
     )
 
 
-def _nowhere(stage: Stage, device: str, parts: tuple[MemoryPart, ...], why: str) -> StagePlan:
+def _nowhere(stage: Stage, device: str, parts: tuple[MemoryPart, ...], *, why: str) -> StagePlan:
     return StagePlan(
         stage=stage,
         host=None,
@@ -315,11 +260,14 @@ def _nowhere(stage: Stage, device: str, parts: tuple[MemoryPart, ...], why: str)
 
 
 def _holds_target(report: HostReport, job: Job) -> bool:
-    """Tell whether a whole copy lies in the host's models: the same path, or a folder of the same name."""
-    if job.target_path is None:
-        return False
-    name = PurePosixPath(job.target_path).name
-    return any(model.is_whole and PurePosixPath(model.path).name == name for model in report.facts.models)
+    return job.target_path is not None and any(
+        model.is_whole and _is_named(model, job.target_path) for model in report.facts.models
+    )
+
+
+def _is_named(model: ModelFolder, path: str) -> bool:
+    """Tell whether a folder has a path's last name: the same model lies elsewhere on each machine."""
+    return PurePosixPath(model.path).name == PurePosixPath(path).name
 
 
 def _disk_for(report: HostReport, job: Job) -> Disk | None:

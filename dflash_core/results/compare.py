@@ -159,7 +159,8 @@ def gate(comparison: Comparison, fail_below: float) -> GateResult:
     if not math.isfinite(fail_below):
         raise InputError(f"--fail-below must be a number, got {fail_below!r}")
     what = "tau" if comparison.baseline is None else f"difference to {comparison.baseline}"
-    judged = [_judged(row, comparison.baseline) for row in comparison.rows if row.label != comparison.baseline]
+    is_judged = [comparison.baseline is None or row.compared_with is not None for row in comparison.rows]
+    judged = [_judged(row, comparison.baseline) for row, is_in in zip(comparison.rows, is_judged, strict=True) if is_in]
     if not judged:
         return GateResult(False, f"gate failed: there is nothing to judge the {what} of")
     label, value, low, high = min(judged, key=lambda entry: -math.inf if math.isnan(entry[1]) else entry[1])

@@ -26,9 +26,13 @@ READING_STATEMENTS = frozenset({"SELECT", "EXPLAIN", "PRAGMA"})
 # Types that polars reads out of DuckDB's Arrow stream as what they are; any other comes as text.
 # (An INTERVAL makes polars 2.1 panic; a VARIANT or a BIGNUM would arrive as raw bytes.)
 _PLAIN_TYPES = frozenset(
-    "boolean tinyint smallint integer bigint hugeint utinyint usmallint uinteger ubigint uhugeint float double "
-    "decimal varchar blob uuid enum date time timestamp timestamp_s timestamp_ms timestamp_ns null".split()
-) | {"timestamp with time zone"}
+    (
+        *("boolean", "tinyint", "smallint", "integer", "bigint", "hugeint"),
+        *("utinyint", "usmallint", "uinteger", "ubigint", "uhugeint"),
+        *("float", "double", "decimal", "varchar", "blob", "uuid", "enum", "null"),
+        *("date", "time", "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns", "timestamp with time zone"),
+    )
+)
 _NESTED_TYPES = frozenset({"list", "array", "struct", "map"})
 
 

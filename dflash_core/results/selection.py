@@ -166,8 +166,8 @@ def _with_common_conditions(names: list[str], found: list[list[Candidate]]) -> l
     if not common:
         first, other = next((newest[0], row) for row in newest[1:] if row.conditions != newest[0].conditions)
         raise InputError(
-            f"{first.label!r} and {other.label!r} cannot be compared, they differ in {describe_difference(first, other)}: "
-            "evaluate both under the same conditions"
+            f"{first.label!r} and {other.label!r} cannot be compared, they differ in "
+            f"{describe_difference(first, other)}: evaluate both under the same conditions"
         )
     best = max(common, key=_newest_start(found[0]))
     return [next(candidate for candidate in group if candidate.conditions == best) for group in found]
@@ -202,7 +202,8 @@ def _left_out_note(first: Candidate, left_out: list[Candidate]) -> list[str]:
     if not left_out:
         return []
     other = describe_difference(first, left_out[0])
-    return [f"{len(left_out)} evaluations under other conditions were left out; the newest of them differs in {other}"]
+    number = "1 evaluation" if len(left_out) == 1 else f"{len(left_out)} evaluations"
+    return [f"left out under other conditions: {number}, the newest of which differs in {other}"]
 
 
 def _precision_notes(rows: list[Candidate]) -> list[str]:

@@ -277,14 +277,14 @@ def _generate_batch(
 
     longest = max(len(ids) for ids in prompts)
     # Any id will do for padding: padded places are masked out.
-    pad = stop_token_ids[0]
+    pad = stop_token_ids[0] if stop_token_ids else 0
     ids_BT = torch.tensor([[pad] * (longest - len(ids)) + list(ids) for ids in prompts])
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
     settings = GenerationConfig(
         do_sample=False,
         num_beams=1,
         max_new_tokens=max_new_tokens,
-        eos_token_id=list(stop_token_ids),
+        eos_token_id=list(stop_token_ids) or None,
         pad_token_id=pad,
     )
     # The model's own generation_config (penalties, sampling) would make the continuation not greedy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,41 @@ def write_tiny_target(folder: Path, family: str, *, seed: int = 0, tied: bool = 
                 parameter.mul_(6.0)
     model.save_pretrained(folder)
     return read_target_folder(folder, name=f"tiny-{family}")
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Save a word-level tokenizer with a chat template beside a tiny target: token i is the word `wi`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w3", eos_token=f"w{STOP_TOKEN_ID}", pad_token="w0", bos_token="w1"
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}w10 {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w11{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def write_prompts(path: Path, num_prompts: int = 4) -> Path:
+    """Write a prompt file for a tiny target: two datasets, two groups."""
+    lines = [
+        json.dumps(
+            {
+                "id": f"p{number}",
+                "dataset": "odd" if number % 2 else "even",
+                "group": "first half" if number < num_prompts // 2 else "second half",
+                "prompt": " ".join(f"w{20 + (7 * number + place) % 120}" for place in range(5 + 3 * number)),
+            }
+        )
+        for number in range(num_prompts)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def draft_config(target: Target, **changes: Any) -> dict[str, Any]:
@@ -107,11 +143,14 @@ def train_drafter(
     transcripts: list[Transcript],
     states: HiddenStates,
     *,
-    num_steps: int,
+    snapshots: Sequence[int],
     seed: int = 0,
     learning_rate: float = 3e-3,
-) -> dict[str, Tensor]:
-    """Fit a drafter to transcripts by our own forward pass; an overfit one drafts whole blocks."""
+) -> dict[int, dict[str, Tensor]]:
+    """Fit a drafter to transcripts by our own forward pass; an overfit one drafts whole blocks.
+
+    Returns the weights after each number of steps in `snapshots`, ascending.
+    """
     generator = torch.Generator().manual_seed(seed)
     embedding, head = load_embedding_and_head(target)
     weights = {name: tensor.clone().requires_grad_(True) for name, tensor in weights.items()}
@@ -119,7 +158,10 @@ def train_drafter(
     optimizer = torch.optim.AdamW(weights.values(), lr=learning_rate, weight_decay=0.0)
     features = [features_of(spec, transcripts, states, index) for index in range(len(transcripts))]
     num_drafts = spec.block_size - 1
-    for step in range(num_steps):
+    taken: dict[int, dict[str, Tensor]] = {}
+    for step in range(max(snapshots) + 1):
+        if step in snapshots:
+            taken[step] = {name: tensor.detach().clone() for name, tensor in weights.items()}
         index = step % len(transcripts)
         transcript = transcripts[index]
         response = torch.tensor(transcript.response_ids)
@@ -134,7 +176,7 @@ def train_drafter(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         optimizer.step()
-    return {name: tensor.detach() for name, tensor in weights.items()}
+    return taken
 
 
 def features_of(spec: DrafterSpec, transcripts: list[Transcript], states: HiddenStates, index: int) -> Tensor:

@@ -20,6 +20,7 @@ import pytest
 from dflash_core.config import Config, HostSettings
 from dflash_core.hosts.probe import probe_host, probe_hosts, probe_local
 from dflash_core.hosts.report import HostReport
+from tests.support.sftp_server import RecordingSFTPServer
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 500}
 
@@ -133,6 +134,31 @@ def test_a_read_only_host_is_never_sent_a_command(odd_server: Callable[..., Any]
     assert facts.models[0].shards_missing == ("model-00002-of-00003.safetensors",)
     assert facts.ram_total_bytes is None, "this server shows its own folder alone, no /proc"
     assert not report.may_be_given_work
+
+
+def test_everything_a_read_only_host_is_asked_is_a_read(models: Path) -> None:
+    with RecordingSFTPServer(models.parent) as server:
+        settings = server.host_settings.model_copy(
+            update={"url": server.url("/models"), "models": ["/models/nested"], "disks": ["/", "/nowhere"]}
+        )
+        report = probe_host("training", settings)
+
+        assert (report.status, report.problem) == ("read-only", None)
+        assert report.facts.models[0].num_shards == 2
+        assert [disk.is_present for disk in report.facts.disks] == [True, True, False]
+        assert (server.execs, server.write_attempts, server.num_connections) == ([], [], 1)
+        read = {operation.path for operation in server.ops if operation.name == "read"}
+        assert read == {"/models/nested/config.json", "/models/nested/model.safetensors.index.json"}, "no weights"
+
+
+def test_a_read_only_host_that_stops_answering_times_out(models: Path) -> None:
+    with RecordingSFTPServer(models.parent) as server:
+        server.faults.hang_reads = True
+        settings = server.host_settings.model_copy(update={"timeout_s": 1.0, "models": ["/models/nested"]})
+        report = probe_host("training", settings)
+
+        assert report.status == "timed-out"
+        assert report.seconds < 5
 
 
 def test_the_counting_server_does_notice_a_command(odd_server: Callable[..., Any]) -> None:

@@ -68,10 +68,9 @@ SURVIVAL = (
     )
     SELECT
         *, num_survived / num_blocks AS survival,
-        num_survived / nullif(
-            lag(num_survived, 1, num_blocks) OVER (PARTITION BY evaluation_id, slice, dataset ORDER BY draft_position), 0
-        ) AS conditional_acceptance
+        num_survived / nullif(lag(num_survived, 1, num_blocks) OVER positions_of_one, 0) AS conditional_acceptance
     FROM counted
+    WINDOW positions_of_one AS (PARTITION BY evaluation_id, slice, dataset ORDER BY draft_position)
     ORDER BY evaluation_id, slice, dataset, draft_position
 """
 )

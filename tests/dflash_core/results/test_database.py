@@ -218,9 +218,10 @@ def test_the_database_itself_refuses_nan_and_impossible_counts(path):
 def test_an_error_in_the_middle_of_a_write_rolls_everything_back(path):
     write_evaluation(path, make_record())
     before = contents(path)
-    with pytest.raises(KeyError), writing(path) as connection:
-        connection.execute("DELETE FROM blocks")
-        raise KeyError("power cut")
+    with pytest.raises(ResultsError, match="nowhere"), writing(path) as connection:
+        connection.execute("DELETE FROM blocks; DELETE FROM nowhere")
+    with pytest.raises(ZeroDivisionError), writing(path) as connection:
+        assert connection.execute("DELETE FROM blocks").fetchall()[0][0] / 0
     assert contents(path) == before
 
 
