@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_core import evaluation
+from dflash_core import evaluation, stages
 from dflash_core.acceptance import walk
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
@@ -58,10 +58,10 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
         InputError: there is no such prompt, or the checkpoint was not evaluated yet.
     """
     inspection = evaluation.inspect(checkpoint, config)
-    plan = evaluation.plan_target(config)
+    plan = stages.plan_target(config)
     store = Store(config.store)
     written_artifact = store.find(written.KIND, plan.transcripts_key)
-    weights = store.find(evaluation.DRAFTER_KIND, evaluation.drafter_key(inspection.ref.identity))
+    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection.ref.identity))
     if written_artifact is None or weights is None:
         raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
     transcripts = written.read_transcripts(written_artifact)
@@ -79,7 +79,7 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
         raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
     placement = place_drafter(config.device, spec)
     embedding_VD, head_VD = load_embedding_and_head(plan.target)
-    tensors = load_file(weights.file(evaluation.WEIGHTS_NAME))
+    tensors = load_file(weights.file(stages.WEIGHTS_NAME))
     drafter = Drafter(spec, tensors, embedding_VD, device=placement.device, dtype=placement.dtype)
     first = sum(transcript.num_tokens for transcript in transcripts[:chosen])
     end = first + transcripts[chosen].num_tokens

@@ -1,10 +1,7 @@
-"""The stages of an evaluation, and what makes an evaluation the same as an earlier one.
+"""What an evaluation is: the facts that decide its numbers, its identity, and its record.
 
-Each stage takes plain values and returns a small manifest (plain data) that points at an artifact in
-the store; tensors never leave a stage. Prefect tasks call these functions, and so may anybody else.
-
-    plan_target ─ write_transcripts ─ extract_hidden_states ┐
-    inspect ──── stream_checkpoint ─────────────────────────┴ run_drafter ─ evaluation_record ─ database
+Two evaluations with one identity have the same numbers; a checkpoint that was scored under the same
+conditions is known by it, without streaming or computing anything.
 """
 
 from __future__ import annotations
@@ -12,142 +9,32 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import polars
-import torch
-from safetensors.torch import load_file
 
-from dflash_core import progress
+from dflash_core import stages
 from dflash_core.acceptance import walk
-from dflash_core.checkpoints import CheckpointInspection, inspect_checkpoint, stream_checkpoint
+from dflash_core.checkpoints import CheckpointInspection, inspect_checkpoint
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
-from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.spec import ROW_ALIGNMENT, DrafterSpec, read_drafter_spec, target_layer_ids
 from dflash_core.errors import ArtifactDamaged, DraftConfigError
-from dflash_core.results.records import BLOCK_SCHEMA, CheckpointRecord, EvaluationRecord, PromptRecord
-from dflash_core.store import Artifact, Store, digest
+from dflash_core.results.records import CheckpointRecord, EvaluationRecord, PromptRecord
+from dflash_core.stages import Manifest, TargetPlan
+from dflash_core.store import Store, digest
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
-from dflash_core.target.head import load_embedding_and_head
-from dflash_core.target.loading import Target, resolve_target
 from dflash_core.target.model_config import ModelConfig
-from dflash_core.target.prompts import Prompt, load_prompts
-from dflash_core.target.runtime import DTYPES, cpu_dtype
-
-DRAFTER_KIND = "drafter"
-BLOCKS_KIND = "blocks"
-WEIGHTS_NAME = "weights.safetensors"
-BLOCKS_NAME = "blocks.parquet"
-STREAMING_VERSION = 1
-"""Raised when streaming the same checkpoint would write other tensors."""
-
-Manifest = dict[str, Any]
-"""What a stage returns: kind, key, was_built and meta of its artifact."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetPlan:
-    """The target, its dtypes and the rendered prompts: all that names transcripts and hidden states."""
-
-    target: Target
-    compute_dtype: str
-    store_dtype: str
-    prompts: tuple[Prompt, ...]
-    rendering: written.Rendering
-    transcripts_key: str
-
-
-def plan_target(config: Config) -> TargetPlan:
-    """Resolve the target and render the prompts; a GGUF file is converted on first use.
-
-    Raises:
-        TargetError: the target cannot be read.
-        PromptError: the prompts cannot be read or do not fit.
-    """
-    prompts = load_prompts(config.prompts)
-    target = resolve_target(config.target.model, Store(config.store))
-    compute_dtype = cpu_dtype(config.target.compute_dtype, target)
-    store_dtype = config.target.store_dtype
-    if store_dtype == "auto" and config.target.compute_dtype == "float32":
-        store_dtype = "float32"
-    settings = config.completions
-    rendering = written.render_prompts(
-        target, prompts, thinking=settings.thinking, max_new_tokens=settings.max_new_tokens
-    )
-    return TargetPlan(
-        target=target,
-        compute_dtype=compute_dtype,
-        store_dtype=hidden.store_dtype_of(target, store_dtype, compute_dtype),
-        prompts=tuple(prompts),
-        rendering=rendering,
-        transcripts_key=written.transcripts_key(
-            target,
-            rendering,
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=settings.batch_size,
-            compute_dtype=compute_dtype,
-        ),
-    )
-
-
-def write_transcripts(config: Config) -> Manifest:
-    """Have the target continue every prompt, or find what it wrote before."""
-    plan = plan_target(config)
-    artifact = written.write_transcripts(
-        Store(config.store),
-        plan.target,
-        plan.rendering,
-        max_new_tokens=config.completions.max_new_tokens,
-        batch_size=config.completions.batch_size,
-        compute_dtype=plan.compute_dtype,
-    )
-    return _manifest(artifact)
 
 
 def inspect(checkpoint: str, config: Config) -> CheckpointInspection:
     """Read a checkpoint's index: layout, tensors, readiness, identity."""
     return inspect_checkpoint(checkpoint, hosts=config.hosts, run=config.run)
-
-
-def drafter_key(identity: str) -> str:
-    """Return the key of the drafter's own tensors, from the identity that the index gives."""
-    return digest(DRAFTER_KIND, STREAMING_VERSION, identity)
-
-
-def stream_drafter(checkpoint: str, config: Config, identity: str) -> Manifest:
-    """Bring the drafter's own tensors into the store, or find them there.
-
-    Args:
-        checkpoint: path or URL.
-        config: hosts and store.
-        identity: what the checkpoint's index said; a checkpoint that changed since is an error.
-    """
-
-    def write(folder: Path) -> dict[str, Any]:
-        streamed = stream_checkpoint(
-            checkpoint,
-            folder / WEIGHTS_NAME,
-            hosts=config.hosts,
-            run=config.run,
-            expected_identity=identity,
-            on_progress=lambda done, total: progress.report("stream_checkpoint", done, total),
-        )
-        return {
-            "identity": identity,
-            "weights_sha256": streamed.weights_sha256,
-            "bytes_read": streamed.bytes_read,
-            "bytes_wanted": streamed.bytes_wanted,
-            "bytes_total": streamed.bytes_total,
-        }
-
-    return _manifest(Store(config.store).build(DRAFTER_KIND, drafter_key(identity), write))
 
 
 def read_spec(inspection: CheckpointInspection, config: Config, target: ModelConfig) -> DrafterSpec:
@@ -219,48 +106,6 @@ def _training_args(facts: Mapping[str, Any]) -> dict[str, Any]:
     return of_args | {name: value for name, value in facts.items() if "." not in name}
 
 
-def hidden_states_key(plan: TargetPlan, transcripts: str, layers: tuple[int, ...]) -> str:
-    """Return one key over all stored parts that a drafter's layers need."""
-    dtypes = {"compute_dtype": plan.compute_dtype, "store_dtype": plan.store_dtype}
-    parts: list[int | str] = [*dict.fromkeys(layers), hidden.FINAL, hidden.CHOICES]
-    return digest([hidden.layer_key(plan.target, transcripts, part, **dtypes) for part in parts])
-
-
-def hidden_states_are_whole(config: Config, plan: TargetPlan, transcripts: str, layers: tuple[int, ...]) -> bool:
-    """Tell whether the store holds every part that a drafter's layers need."""
-    found = hidden.find_hidden_states(
-        Store(config.store),
-        plan.target,
-        transcripts,
-        layers,
-        compute_dtype=plan.compute_dtype,
-        store_dtype=plan.store_dtype,
-    )
-    return found is not None
-
-
-def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
-    """Run the target once over its transcripts and keep the states of some layers, or find them."""
-    plan = plan_target(config)
-    transcripts = _read_transcripts(config, plan)
-    states = hidden.extract_hidden_states(
-        Store(config.store),
-        plan.target,
-        transcripts,
-        layers,
-        compute_dtype=plan.compute_dtype,
-        store_dtype=plan.store_dtype,
-    )
-    name = written.transcripts_digest(transcripts)
-    return {
-        "kind": hidden.KIND,
-        "key": hidden_states_key(plan, name, layers),
-        "was_built": states.was_built,
-        "meta": {"layers": list(layers), "num_tokens": states.choices.meta["num_tokens"]}
-        | {"num_not_greedy": states.choices.meta["num_not_greedy"]},
-    }
-
-
 def evaluation_spec(
     config: Config, plan: TargetPlan, transcripts: Mapping[str, Any], drafter: DrafterSpec, weights_sha256: str
 ) -> dict[str, Any]:
@@ -284,13 +129,14 @@ def evaluation_spec(
         "transcripts_version": written.TRANSCRIPTS_VERSION,
         "target": plan.target.name,
         "target_identity": plan.target.identity,
-        "transcripts_digest": transcripts["digest"],
-        "template_digest": transcripts["template_digest"],
+        "transcripts_digest": _labelled_digest(plan, transcripts["digest"]),
+        "tokens_digest": transcripts["digest"],
+        "chat_template_digest": transcripts["template_digest"],
         "tokenizer_digest": transcripts["tokenizer_digest"],
         "thinking": transcripts["thinking"],
         "max_new_tokens": transcripts["max_new_tokens"],
         "sampling": transcripts["sampling"],
-        "compute_dtype": plan.compute_dtype,
+        "target_dtype": plan.compute_dtype,
         "store_dtype": plan.store_dtype,
         "drafter": drafter.identity(),
         "weights_sha256": weights_sha256,
@@ -305,9 +151,9 @@ def evaluation_spec(
     }
 
 
-def blocks_key(spec: Mapping[str, Any]) -> str:
-    """Return the key of a drafter's scored blocks."""
-    return digest(BLOCKS_KIND, spec)
+def _labelled_digest(plan: TargetPlan, tokens_digest: str) -> str:
+    """Digest the transcripts with their datasets and groups: other labels make other rows."""
+    return digest(tokens_digest, [[prompt.id, prompt.dataset, prompt.group] for prompt in plan.prompts])
 
 
 def evaluation_id(spec: Mapping[str, Any], checkpoint_id: str) -> str:
@@ -315,78 +161,11 @@ def evaluation_id(spec: Mapping[str, Any], checkpoint_id: str) -> str:
     return digest("evaluation", checkpoint_id, spec)
 
 
-def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: str, drafter: DrafterSpec) -> Manifest:
-    """Run a drafter over the stored transcripts and keep one row per block, or find them.
-
-    Args:
-        config: device, store and what names transcripts and hidden states.
-        spec: what decides the numbers (see `evaluation_spec`).
-        drafter_artifact_key: key of the drafter's tensors.
-        drafter: its facts.
-
-    Raises:
-        ArtifactDamaged: an earlier stage's artifact is no longer in the store; run the flow again.
-    """
-    store = Store(config.store)
-
-    def write(folder: Path) -> dict[str, Any]:
-        plan = plan_target(config)
-        transcripts = _read_transcripts(config, plan)
-        states = hidden.find_hidden_states(
-            store,
-            plan.target,
-            written.transcripts_digest(transcripts),
-            drafter.target_layer_ids,
-            compute_dtype=plan.compute_dtype,
-            store_dtype=plan.store_dtype,
-        )
-        weights = store.find(DRAFTER_KIND, drafter_artifact_key)
-        if states is None or weights is None:
-            raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store.root}; evaluate again")
-        rows = _score(plan, transcripts, states, weights, drafter, spec)
-        frame = polars.DataFrame(rows, schema=BLOCK_SCHEMA)
-        frame.write_parquet(folder / BLOCKS_NAME)
-        return {"num_blocks": frame.height, "device": spec["device"], "dtype": spec["drafter_dtype"]}
-
-    return _manifest(store.build(BLOCKS_KIND, blocks_key(spec), write))
-
-
-def _score(
-    plan: TargetPlan,
-    transcripts: list[written.Transcript],
-    states: hidden.HiddenStates,
-    weights: Artifact,
-    drafter: DrafterSpec,
-    spec: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    tensors = load_file(weights.file(WEIGHTS_NAME))
-    device, dtype = torch.device(spec["device"]), DTYPES[spec["drafter_dtype"]]
-    embedding_VD, head_VD = load_embedding_and_head(plan.target)
-    model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
-    layers = [states.load_layer(layer) for layer in drafter.target_layer_ids]
-    ends = torch.tensor([transcript.num_tokens for transcript in transcripts]).cumsum(0).tolist()
-    starts = [0, *ends]
-
-    def features_of(index: int) -> torch.Tensor:
-        return torch.cat([layer[starts[index] : ends[index]] for layer in layers], dim=-1)
-
-    return scoring.score_transcripts(
-        model,
-        scoring.Head(head_VD, model),
-        transcripts,
-        features_of,
-        states.load_margins(),
-        block_size=spec["block_size"],
-        max_new_tokens=spec["max_new_tokens"],
-        anchors=spec["anchors"],
-    )
-
-
 def checkpoint_record(inspection: CheckpointInspection, weights_sha256: str | None) -> CheckpointRecord:
     """Return the database's row of a checkpoint: the same step with new bytes is a new one."""
     ref = inspection.ref
     return CheckpointRecord(
-        checkpoint_id=digest("checkpoint", ref.run, ref.step, weights_sha256 or ref.identity),
+        checkpoint_id=digest("checkpoint", ref.run, ref.step, ref.identity),
         run=ref.run,
         step=ref.step,
         url=ref.url,
@@ -411,16 +190,16 @@ def done_record(
 ) -> EvaluationRecord:
     """Return the record of a finished evaluation, with its blocks read from the store."""
     store = Store(config.store)
-    artifact = store.find(BLOCKS_KIND, blocks["key"])
+    artifact = store.find(stages.BLOCKS_KIND, blocks["key"])
     if artifact is None:
         raise ArtifactDamaged(f"the scored blocks vanished from the store {store.root}; evaluate again")
-    plan = plan_target(config)
+    plan = stages.plan_target(config)
     return EvaluationRecord(
         evaluation_id=evaluation_id(spec, checkpoint.checkpoint_id),
         checkpoint=checkpoint,
         status="done",
         error=None,
-        spec={**spec, "environment": environment()},
+        spec={**spec, "packages": environment()},
         target=str(spec["target"]),
         block_size=int(spec["block_size"]),
         device=artifact.meta["device"],
@@ -430,8 +209,8 @@ def done_record(
         seconds=seconds,
         cached=cached,
         bytes_read=bytes_read,
-        prompts=_prompt_records(plan, _read_transcripts(config, plan)),
-        blocks=polars.read_parquet(artifact.file(BLOCKS_NAME)),
+        prompts=_prompt_records(plan, stages.read_transcripts(config, plan)),
+        blocks=polars.read_parquet(artifact.file(stages.BLOCKS_NAME)),
     )
 
 
@@ -445,7 +224,7 @@ def failed_record(
         checkpoint=checkpoint,
         status="failed",
         error=error,
-        spec={"environment": environment()},
+        spec={"packages": environment()},
         target=str(config.target.model),
         block_size=config.drafter.block_size,
         device=None,
@@ -464,8 +243,8 @@ def known_evaluation_id(config: Config, inspection: CheckpointInspection) -> str
     Nothing is streamed or computed: None where the transcripts or the drafter are not in the store.
     """
     store = Store(config.store)
-    weights = store.find(DRAFTER_KIND, drafter_key(inspection.ref.identity))
-    plan = plan_target(config) if weights is not None else None
+    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection.ref.identity))
+    plan = stages.plan_target(config) if weights is not None else None
     transcripts = store.find(written.KIND, plan.transcripts_key) if plan is not None else None
     if weights is None or plan is None or transcripts is None:
         return None
@@ -484,23 +263,6 @@ def environment() -> dict[str, str]:
 def now() -> datetime:
     """Return the present time in UTC."""
     return datetime.now(UTC)
-
-
-def _manifest(artifact: Artifact) -> Manifest:
-    return {
-        "kind": artifact.kind,
-        "key": artifact.key,
-        "was_built": artifact.was_built,
-        "meta": dict(artifact.meta),
-    }
-
-
-def _read_transcripts(config: Config, plan: TargetPlan) -> list[written.Transcript]:
-    store = Store(config.store)
-    artifact = store.find(written.KIND, plan.transcripts_key)
-    if artifact is None:
-        raise ArtifactDamaged(f"the transcripts vanished from the store {store.root}; evaluate again")
-    return written.read_transcripts(artifact)
 
 
 def _prompt_records(plan: TargetPlan, transcripts: list[written.Transcript]) -> tuple[PromptRecord, ...]:

@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dflash_core.errors import DFlashEvalError, one_line
 
@@ -104,7 +103,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     """Return the function of a command, importing only what it needs."""
     from flows import commands
 
-    functions: dict[str, Any] = {
+    functions: dict[str, Callable[[argparse.Namespace], int]] = {
         "demo": commands.demo,
         "probe": commands.probe,
         "inspect": commands.inspect,
@@ -116,7 +115,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         "sql": commands.sql,
         "report": commands.report,
     }
-    return functions[name]  # type: ignore[no-any-return]
+    return functions[name]
 
 
 if __name__ == "__main__":

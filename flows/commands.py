@@ -43,12 +43,12 @@ def probe(options: argparse.Namespace) -> int:
         rows = present.plan_json(plan) if plan is not None else None
         screen.print_json({"hosts": hosts, "plan": rows, "plan_problem": why_not})
         return 0
-    screen.print_table("Hosts", present.report_rows(reports))
+    screen.print_table("Hosts", present.turn(present.report_rows(reports), by="host"))
     models = present.model_rows(reports)
     if models:
         screen.print_table("Models", models)
     if plan is not None:
-        screen.print_table("Plan", present.plan_rows(plan))
+        screen.print_table("Plan", present.turn(present.plan_rows(plan), by="stage"))
     else:
         screen.say(f"no plan: {why_not}")
     return 0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from dflash_core import evaluation
+from dflash_core import evaluation, stages
 from dflash_core.checkpoints import CheckpointInspection
 from dflash_core.config import Config, load_config, with_overrides
 from dflash_core.errors import CheckpointNotReady, DFlashEvalError, one_line
@@ -41,10 +41,10 @@ class _Clock:
         finally:
             self.seconds[name] = round(time.monotonic() - begin, 3)
 
-    def run(self, name: str, task: Any, *arguments: Any) -> evaluation.Manifest:
+    def run(self, name: str, task: Any, *arguments: Any) -> stages.Manifest:
         """Run a cached task and note how long it took and whether the store had its product."""
         with self.stage(name):
-            state: State[evaluation.Manifest] = task(*arguments, return_state=True)
+            state: State[stages.Manifest] = task(*arguments, return_state=True)
             manifest = state.result()
         self.cached[name] = state.name == "Cached" or not manifest["was_built"]
         return manifest
@@ -87,7 +87,7 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
         plan = plan_target(config)
     drafter = evaluation.read_spec(inspection, config, plan.target.config)
     identity = inspection.ref.identity
-    drafter_key = evaluation.drafter_key(identity)
+    drafter_key = stages.drafter_key(identity)
     streamed = clock.run(
         "stream_checkpoint", stream_checkpoint, config, config.store, drafter_key, checkpoint, identity
     )
@@ -95,11 +95,11 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
         clock.bytes_read += streamed["meta"]["bytes_read"]
     transcripts = clock.run("write_transcripts", write_transcripts, config, config.store, plan.transcripts_key)
     name, layers = transcripts["meta"]["digest"], drafter.target_layer_ids
-    states_key = evaluation.hidden_states_key(plan, name, layers)
+    states_key = stages.hidden_states_key(plan, name, layers)
     clock.run("extract_hidden_states", extract_hidden_states, config, config.store, states_key, name, list(layers))
     weights_sha256 = streamed["meta"]["weights_sha256"]
     spec = evaluation.evaluation_spec(config, plan, transcripts["meta"], drafter, weights_sha256)
-    blocks_key = evaluation.blocks_key(spec)
+    blocks_key = stages.blocks_key(spec)
     blocks = clock.run("run_drafter", run_drafter, config, config.store, blocks_key, spec, drafter_key, drafter)
     record = evaluation.done_record(
         config,

@@ -41,12 +41,12 @@ def _job(config: Config, reports: Sequence[HostReport]) -> Job | str:
         return "no target is set; write target.model in the config"
     found = find_target(reports, model)
     if found is None or found.config is None:
-        return f"no host holds the target {model!r} as a folder with a config.json; name its folder under hosts.*.models"
+        return f"no host holds the target {model!r} as a folder of a model; name its folder under hosts.*.models"
     draft_config = _draft_config(config)
     lengths = _token_counts(config)
     return Job(
         target=found.config,
-        target_bytes=found.size_bytes or 0,
+        target_bytes=found.weights_bytes or 0,
         target_path=model,
         drafter=_drafter_size(draft_config, found.config),
         block_size=config.drafter.block_size or _find(draft_config, "block_size", _ASSUMED_BLOCK_SIZE),
@@ -57,7 +57,7 @@ def _job(config: Config, reports: Sequence[HostReport]) -> Job | str:
         device=config.device,
         compute_dtype=config.target.compute_dtype,
         store_dtype=config.target.store_dtype,
-        store_path=config.store,
+        store_path=str(Path(config.store).expanduser().absolute()),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from dflash_core import evaluation
+from dflash_core import evaluation, stages
 from dflash_core.config import load_config
 from tasks.extract_hidden_states import extract_hidden_states
 from tasks.plan_target import plan_target
@@ -26,6 +26,6 @@ def prepare_target(config: str | None = None, layers: list[int] | None = None) -
     wanted = list(layers) if layers is not None else list(evaluation.configured_layers(settings, plan))
     transcripts = write_transcripts(settings, settings.store, plan.transcripts_key)
     name = transcripts["meta"]["digest"]
-    key = evaluation.hidden_states_key(plan, name, tuple(wanted))
+    key = stages.hidden_states_key(plan, name, tuple(wanted))
     states = extract_hidden_states(settings, settings.store, key, name, wanted)
     return {"target": plan.target.name, "transcripts": transcripts["meta"], "hidden_states": states["meta"]}

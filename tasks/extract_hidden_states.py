@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import task
 
-from dflash_core import evaluation
+from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.target.hidden_states import KIND
 from tasks.caching import SERIALIZER, ArtifactPolicy
@@ -14,8 +14,8 @@ from tasks.caching import SERIALIZER, ArtifactPolicy
 
 def _states_are_whole(_kind: str, inputs: dict[str, Any]) -> bool:
     config = inputs["config"]
-    plan = evaluation.plan_target(config)
-    return evaluation.hidden_states_are_whole(config, plan, inputs["transcripts"], tuple(inputs["layers"]))
+    plan = stages.plan_target(config)
+    return stages.hidden_states_are_whole(config, plan, inputs["transcripts"], tuple(inputs["layers"]))
 
 
 @task(
@@ -25,5 +25,5 @@ def _states_are_whole(_kind: str, inputs: dict[str, Any]) -> bool:
     result_serializer=SERIALIZER,
 )
 def extract_hidden_states(config: Config, store: str, key: str, transcripts: str, layers: list[int]) -> dict[str, Any]:
-    """Run `dflash_core.evaluation.extract_hidden_states`."""
-    return evaluation.extract_hidden_states(config, tuple(layers))
+    """Run `dflash_core.stages.extract_hidden_states`."""
+    return stages.extract_hidden_states(config, tuple(layers))

@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import task
 
-from dflash_core import evaluation
+from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.drafter.spec import DrafterSpec
 from tasks.caching import SERIALIZER, ArtifactPolicy
@@ -15,11 +15,11 @@ from tasks.caching import SERIALIZER, ArtifactPolicy
 @task(
     name="run_drafter",
     task_run_name="run drafter {key}",
-    cache_policy=ArtifactPolicy(kind=evaluation.BLOCKS_KIND),
+    cache_policy=ArtifactPolicy(kind=stages.BLOCKS_KIND),
     result_serializer=SERIALIZER,
 )
 def run_drafter(
     config: Config, store: str, key: str, spec: dict[str, Any], weights: str, drafter: DrafterSpec
 ) -> dict[str, Any]:
-    """Run `dflash_core.evaluation.run_drafter`."""
-    return evaluation.run_drafter(config, spec, weights, drafter)
+    """Run `dflash_core.stages.run_drafter`."""
+    return stages.run_drafter(config, spec, weights, drafter)

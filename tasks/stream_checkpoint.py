@@ -7,7 +7,7 @@ from typing import Any
 from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
 
-from dflash_core import evaluation
+from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.errors import HostUnreachable
 from tasks.caching import SERIALIZER, ArtifactPolicy
@@ -27,12 +27,12 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
 @task(
     name="stream_checkpoint",
     task_run_name="stream {checkpoint}",
-    cache_policy=ArtifactPolicy(kind=evaluation.DRAFTER_KIND),
+    cache_policy=ArtifactPolicy(kind=stages.DRAFTER_KIND),
     result_serializer=SERIALIZER,
     retries=2,
     retry_delay_seconds=[2, 10],
     retry_condition_fn=is_transient,
 )
 def stream_checkpoint(config: Config, store: str, key: str, checkpoint: str, identity: str) -> dict[str, Any]:
-    """Run `dflash_core.evaluation.stream_drafter`."""
-    return evaluation.stream_drafter(checkpoint, config, identity)
+    """Run `dflash_core.stages.stream_drafter`."""
+    return stages.stream_drafter(checkpoint, config, identity)

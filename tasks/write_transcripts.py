@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import task
 
-from dflash_core import evaluation
+from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.target.transcripts import KIND
 from tasks.caching import SERIALIZER, ArtifactPolicy
@@ -19,5 +19,5 @@ from tasks.caching import SERIALIZER, ArtifactPolicy
     result_serializer=SERIALIZER,
 )
 def write_transcripts(config: Config, store: str, key: str) -> dict[str, Any]:
-    """Run `dflash_core.evaluation.write_transcripts`."""
-    return evaluation.write_transcripts(config)
+    """Run `dflash_core.stages.write_transcripts`."""
+    return stages.write_transcripts(config)

@@ -86,6 +86,10 @@ def locate(source: Source, path: str) -> Located:
     located = locate_in_folder(path, entries)
     if located is None:
         raise _nothing_in(source.url_of(path), entries)
+    weights_name = posixpath.basename(located.weights[0])
+    if step_in_name(located.name) is None and step_in_name(weights_name) is not None:
+        # A run's folder that holds one step so far, as a file.
+        return _locate_file(source, located.weights[0], source.stat(located.weights[0]))
     return located
 
 
@@ -155,13 +159,14 @@ def natural_key(name: str) -> tuple[tuple[int, str], ...]:
 
 def step_and_run(located: Located) -> tuple[int | None, str]:
     """Return the step that the names tell, and the name of the folder that holds the steps."""
-    step = step_in_name(located.name)
-    parent = posixpath.dirname(located.path)
-    if not located.is_folder and step is None and step_in_name(posixpath.basename(parent)) is not None:
-        # step_100/checkpoint.pt, given by its file
-        step, parent = step_in_name(posixpath.basename(parent)), posixpath.dirname(parent)
-    elif not located.is_folder and step is None and located.name in (*TORCH_NAMES, "model.safetensors", SHARD_INDEX):
-        parent = posixpath.dirname(parent)
+    step, parent = step_in_name(located.name), posixpath.dirname(located.path)
+    if not located.is_folder:
+        parent_step = step_in_name(posixpath.basename(parent))
+        if parent_step is not None and step in (None, parent_step):
+            # step_100/checkpoint.pt, given by its file
+            step, parent = parent_step, posixpath.dirname(parent)
+        elif step is None and located.name in (*TORCH_NAMES, "model.safetensors"):
+            parent = posixpath.dirname(parent)
     return step, posixpath.basename(parent) or "run"
 
 

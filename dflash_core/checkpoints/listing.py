@@ -30,7 +30,7 @@ from dflash_core.checkpoints.torch_file import read_torch_index
 from dflash_core.checkpoints.values import CheckpointCutOff, FoundCheckpoint, Readiness
 from dflash_core.checkpoints.zip_index import RangeReader
 from dflash_core.config import HostSettings
-from dflash_core.errors import CheckpointNotFound, CheckpointNotReady, UnsupportedCheckpoint
+from dflash_core.errors import CheckpointError, CheckpointNotFound, CheckpointNotReady, UnsupportedCheckpoint
 
 
 def list_checkpoints(
@@ -66,7 +66,7 @@ def list_checkpoints(
             entry, run = located.beside[located.name], run or step_and_run(located)[1]
             return [_found_file(place, entry, run, set(located.beside))]
         entries = place.list_dir(path)
-        if _is_checkpoint(path, entries) and not _holds_many(entries):
+        if _is_checkpoint(path, entries) and not _holds_steps(path, entries):
             return [_found_folder(place, path, run or _folder_name(posixpath.dirname(path)), entries)]
         found = _in_run_folder(place, path, run or _folder_name(path), entries)
         if not found and not allow_empty:
@@ -95,8 +95,8 @@ def check_readiness(
 
     Returns:
         Ready when two looks saw the same sizes and times, no marker says otherwise, and each file
-        ends where its own index says. A checkpoint of a kind that is refused counts as ready, so
-        that scoring it records the refusal.
+        ends where its own index says. A checkpoint that is damaged or of a kind that is refused
+        counts as ready, so that scoring it records why.
 
     Raises:
         HostUnreachable, HostKeyUnknown: its host cannot be used.
@@ -113,8 +113,8 @@ def check_readiness(
             _require_whole(place, locate(place, place.path_of(found.url)))
         except (CheckpointCutOff, CheckpointNotReady, CheckpointNotFound) as error:
             return Readiness(ready=False, reason=str(error))
-        except UnsupportedCheckpoint as error:
-            return Readiness(ready=True, reason=f"complete, but will be refused: {error}")
+        except CheckpointError as error:
+            return Readiness(ready=True, reason=f"unchanged, but will be refused: {error}")
     return Readiness(ready=True, reason="unchanged over two looks, and complete")
 
 
@@ -180,13 +180,16 @@ def _folder_name(path: str) -> str:
     return posixpath.basename(path) or "run"
 
 
-def _holds_many(entries: list[DirEntry]) -> bool:
-    """Tell whether a folder's files are several steps of one run, not parts of one checkpoint."""
-    names = [entry.name for entry in entries if is_file(entry)]
-    if SHARD_INDEX in names:
+def _holds_steps(path: str, entries: list[DirEntry]) -> bool:
+    """Tell whether a folder that could be a checkpoint is a run: it holds steps other than itself."""
+    if any(entry.name == SHARD_INDEX for entry in entries):
         return False
-    steps = {step_in_name(name) for name in names if is_weight_name(name)} - {None}
-    return bool(steps) and (len(steps) > 1 or any(entry.stat and entry.stat.kind == "folder" for entry in entries))
+    steps = {
+        step_in_name(entry.name)
+        for entry in entries
+        if not is_unfinished_name(entry.name) and (not is_file(entry) or is_weight_name(entry.name))
+    }
+    return bool(steps - {None, step_in_name(posixpath.basename(path))})
 
 
 def _found_folder(source: Source, path: str, run: str, entries: list[DirEntry]) -> FoundCheckpoint:

@@ -78,12 +78,24 @@ class SftpSession:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine in the session's thread and return its result."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run a coroutine in the session's thread and return its result.
+
+        Interrupted, it waits for the coroutine to end, so that nothing writes on behind its caller.
+        """
+        ended = threading.Event()
+
+        async def tracked() -> Value:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
+            ended.wait(CLOSE_TIMEOUT_S)
             raise
 
     def request(self, ask: Callable[[asyncssh.SFTPClient], Awaitable[Value]], path: str) -> Value:
@@ -124,10 +136,10 @@ class SftpSession:
                     raise
                 if progress() - progress_before >= PROGRESS_BYTES:
                     tries = 0
+                await self._drop()
                 if tries == len(RECONNECT_WAITS_S):
                     raise self._gave_up(error, path) from error
                 progress_before = progress()
-                await self._drop()
                 await asyncio.sleep(RECONNECT_WAITS_S[tries])
                 tries += 1
             except DFlashEvalError:
@@ -201,6 +213,8 @@ class SftpSession:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        # The thread that looks up host names.
+        await quietly(self._loop.shutdown_default_executor())
 
     def _key_advice(self) -> str:
         port = self.address.port or DEFAULT_PORT

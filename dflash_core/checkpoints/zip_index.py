@@ -8,6 +8,7 @@ Format: PKWARE APPNOTE, sections 4.3.7 (local header) to 4.3.16 (end record), zi
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -104,9 +105,18 @@ def read_zip_index(reader: RangeReader) -> ZipIndex:
 
 
 def read_record(reader: RangeReader, record: ZipRecord) -> bytes:
-    """Return the data of a small record, its checksum not checked."""
-    data = data_range(reader, record)
-    return reader.read(data.offset, data.size)
+    """Return the data of a small record.
+
+    Raises:
+        CheckpointCorrupt: it does not have the checksum that the index says.
+    """
+    where = data_range(reader, record)
+    data = reader.read(where.offset, where.size)
+    if record.crc and zlib.crc32(data) != record.crc:
+        raise CheckpointCorrupt(
+            f"{reader.file.display}: record {record.name!r} does not have its checksum; it is damaged"
+        )
+    return data
 
 
 def data_range(reader: RangeReader, record: ZipRecord) -> ByteRange:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from dflash_core.errors import DoesNotFit
 from dflash_core.hosts import memory
-from dflash_core.hosts.dtypes import choose_cpu_dtype, choose_cuda_dtype
+from dflash_core.hosts.dtypes import ChosenDtype, choose_cpu_dtype, choose_cuda_dtype
 from dflash_core.hosts.job import Job
 from dflash_core.hosts.report import GPU, Disk, HostReport, ModelFolder
 from dflash_core.hosts.stages import MemoryPart, Plan, Stage, StagePlan
@@ -205,7 +205,8 @@ def _drafter_on_cpu(reports: Sequence[HostReport], job: Job, reason: str) -> Sta
     """Return the best CPU for the drafter: one that fits, this machine before others, then most threads."""
     plans: list[tuple[bool, StagePlan]] = []
     for report in reports:
-        dtype = choose_cpu_dtype(report, job.drafter.dtype)
+        # As `drafter/device.py` runs it: float32, which is exact and on most CPUs the fastest.
+        dtype = ChosenDtype(name="float32", why="float32 because that is what a drafter on a CPU runs in")
         plan = StagePlan(
             stage="drafter",
             host=report.name,
@@ -266,8 +267,16 @@ def _holds_target(report: HostReport, job: Job) -> bool:
 
 
 def _is_named(model: ModelFolder, path: str) -> bool:
-    """Tell whether a folder has a path's last name: the same model lies elsewhere on each machine."""
-    return PurePosixPath(model.path).name == PurePosixPath(path).name
+    """Tell whether two paths end in the same model's name: it lies elsewhere on each machine."""
+    return _model_name(model.path) == _model_name(path)
+
+
+def _model_name(path: str) -> str:
+    """Return the last part of a path or hub id; of a snapshot in a hub cache, the model's name."""
+    parts = PurePosixPath(path).parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts else path
 
 
 def _disk_for(report: HostReport, job: Job) -> Disk | None:

@@ -32,6 +32,21 @@ def plan_rows(plan: Plan) -> list[dict[str, str]]:
     return [_row(_stage_cells(stage)) for stage in plan.stages]
 
 
+def turn(rows: Sequence[Mapping[str, str]], *, by: str) -> list[dict[str, str]]:
+    """Return a table turned on its side, for a terminal that is too narrow for all columns.
+
+    Args:
+        rows: for example `report_rows`; all with the same columns.
+        by: the column whose cells become the columns, for example `host`.
+
+    Returns:
+        One row per other column, named under the key `""`; columns that nobody filled are left out.
+    """
+    names = [name for name in (rows[0] if rows else {}) if name != by]
+    filled = [name for name in names if any(row[name] != ABSENT for row in rows)]
+    return [{"": name, **{row[by]: row[name] for row in rows}} for name in filled]
+
+
 def report_json(report: HostReport) -> dict[str, Any]:
     """Return a report as plain JSON types: its own fields, and the facts beside them; null is absent."""
     values = _plain(asdict(report))

@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import asyncssh
 
@@ -29,6 +30,8 @@ from dflash_core.hosts.report import LOCAL_URL, HostFacts, HostReport, Status
 from dflash_core.hosts.sftp_facts import read_sftp_facts
 from dflash_core.hosts.wording import printable
 from dflash_core.ssh import DEFAULT_PORT, SshAddress, connect_options, is_ssh_url, parse_ssh_url
+
+Value = TypeVar("Value")
 
 _LARGEST_ANSWER_BYTES = 256 * 2**20
 _SLOWEST_TOOL_S = 10
@@ -170,10 +173,13 @@ async def _ask_over_ssh(address: SshAddress, settings: HostSettings) -> _Outcome
 async def _read_only(connection: asyncssh.SSHClientConnection, address: SshAddress, settings: HostSettings) -> _Outcome:
     """Learn what reading over SFTP shows; nothing is run on the host."""
     folder = address.path
-    async with asyncio.timeout(settings.timeout_s):
+    disks = list(dict.fromkeys([folder or ".", *settings.disks]))
+
+    async def read() -> HostFacts:
         async with connection.start_sftp_client() as sftp:
-            disks = list(dict.fromkeys([folder or ".", *settings.disks]))
-            facts = await read_sftp_facts(sftp, folder=folder, disks=disks, models=settings.models)
+            return await read_sftp_facts(sftp, folder=folder, disks=disks, models=settings.models)
+
+    facts = await _in_time(connection, read(), settings)
     is_missing = facts.folder is not None and facts.folder.num_entries is None
     problem = f"the folder {folder!r} cannot be listed; check the path in its url" if is_missing else None
     return _Outcome(status="read-only", problem=problem, facts=facts)
@@ -187,11 +193,30 @@ async def _run_script(
     script = probe_script(models=settings.models, disks=disks, limit_s=_tool_limit_s(settings))
     parts: list[bytes] = []
     try:
-        async with asyncio.timeout(settings.timeout_s):
-            await _collect(connection, os.fsencode(script), parts)
+        await _in_time(connection, _collect(connection, os.fsencode(script), parts), settings)
     except TimeoutError:
         return _judge(b"".join(parts), settings, is_late=True)
     return _judge(b"".join(parts), settings, is_late=False)
+
+
+async def _in_time(
+    connection: asyncssh.SSHClientConnection, work: Coroutine[Any, Any, Value], settings: HostSettings
+) -> Value:
+    """Wait for a conversation, or break the connection off when its time is up.
+
+    Cancelling alone would not do: closing a file politely waits for the server, which may never answer.
+
+    Raises:
+        TimeoutError: the time was up.
+    """
+    task = asyncio.create_task(work)
+    done, _ = await asyncio.wait({task}, timeout=settings.timeout_s)
+    if done:
+        return task.result()
+    connection.abort()
+    task.cancel()
+    await asyncio.wait({task}, timeout=1)
+    raise TimeoutError
 
 
 async def _collect(connection: asyncssh.SSHClientConnection, script: bytes, parts: list[bytes]) -> None:

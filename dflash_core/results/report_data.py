@@ -33,15 +33,17 @@ _SURVIVAL = """
     SELECT evaluation_id, draft_position, num_blocks, num_survived, survival, conditional_acceptance
     FROM survival WHERE slice = 'all' ORDER BY evaluation_id, draft_position
 """
-# A failure is news until the same checkpoint was scored after all.
+# The newest failure at each address, until a checkpoint there was scored after all. (By address: a
+# checkpoint that failed before it was streamed has another id than after.)
 _FAILURES = """
+    WITH outcomes AS (FROM evaluations JOIN checkpoints USING (checkpoint_id))
     SELECT run, step, url, error, started_at
-    FROM evaluations AS failed JOIN checkpoints USING (checkpoint_id)
+    FROM outcomes AS failed
     WHERE status = 'failed' AND NOT EXISTS (
-        FROM evaluations AS later
-        WHERE later.status = 'done' AND later.checkpoint_id = failed.checkpoint_id
-            AND later.started_at >= failed.started_at
+        FROM outcomes AS later
+        WHERE later.status = 'done' AND later.url = failed.url AND later.started_at >= failed.started_at
     )
+    QUALIFY row_number() OVER (PARTITION BY url ORDER BY started_at DESC, evaluation_id) = 1
     ORDER BY run, step NULLS FIRST, started_at
 """
 _CONDITIONS = ("target", "transcripts_digest", "block_size", "dtype", "metrics_version")

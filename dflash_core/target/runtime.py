@@ -17,6 +17,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _HEADROOM = 1.2
 """Share above the weights that activations and the allocator need."""
 
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+"""CPU flags that make bf16 products fast."""
+
 num_forward_passes = 0
 """Forward passes of any target in this process."""
 
@@ -77,8 +80,7 @@ def cpu_dtype(configured: str, target: Target) -> str:
     """
     if configured != "auto":
         return configured
-    flags = cpu_flags()
-    has_bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & flags)
+    has_bf16 = bool(BF16_FLAGS & cpu_flags())
     return "bfloat16" if has_bf16 and target.config.dtype == "bfloat16" else "float32"
 
 

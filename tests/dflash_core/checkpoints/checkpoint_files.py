@@ -101,9 +101,11 @@ def mixed_checkpoint(
     }
 
 
-def save_mixed(path: Path, *, step: int = 100, seed: int = 0, **sizes: Any) -> dict[str, torch.Tensor]:
+def save_mixed(
+    path: Path, *, step: int = 100, seed: int = 0, vocab: int = 4000, **sizes: Any
+) -> dict[str, torch.Tensor]:
     """Write a realistic checkpoint and return the drafter's tensors in it."""
     tensors = drafter_tensors(seed=seed, **sizes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(mixed_checkpoint(tensors, step=step), path)
+    torch.save(mixed_checkpoint(tensors, step=step, vocab=vocab), path)
     return tensors

@@ -126,7 +126,7 @@ def test_views_ties_and_shared_storages_come_out_right(tmp_path: Path) -> None:
     tensors["layers.1.self_attn.q_proj.weight"] = tensors["layers.0.self_attn.q_proj.weight"]
     tensors["layers.1.self_attn.o_proj.weight"] = torch.randn(64, 64)[::2, 1::2]
     tensors["norm.weight"] = torch.ones(1).expand(32)
-    tensors["hidden_norm.weight"] = torch.nn.Parameter(tensors["hidden_norm.weight"])  # type: ignore[assignment]
+    tensors["hidden_norm.weight"] = torch.nn.Parameter(tensors["hidden_norm.weight"])
     result = stream_checkpoint(saved(tmp_path / "c.pt", tensors), tmp_path / "out.safetensors")
     assert_same(load_file(result.path), {name: t.detach().contiguous() for name, t in tensors.items()})
     expected = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}

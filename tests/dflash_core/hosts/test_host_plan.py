@@ -15,7 +15,7 @@ from dflash_core.hosts import memory
 from dflash_core.hosts.dtypes import choose_cpu_dtype, choose_cuda_dtype
 from dflash_core.hosts.job import DrafterSize, Job, typical_drafter
 from dflash_core.hosts.plan import check_fits, find_target, make_plan
-from dflash_core.hosts.present import model_rows, plan_json, plan_rows, report_from_json, report_json, report_rows
+from dflash_core.hosts.present import model_rows, plan_json, plan_rows, report_from_json, report_json, report_rows, turn
 from dflash_core.hosts.report import GPU, Disk, HostFacts, HostReport, Listing, ModelFolder, Status
 from dflash_core.target.model_config import read_model_config
 
@@ -343,6 +343,8 @@ def test_a_target_is_found_on_the_host_that_holds_it_whole() -> None:
     assert find_target([broken, CPU_BOX], "/models/Qwen3.6-27B") == MODEL
     assert find_target([broken], "Qwen3.6-27B") == part
     assert find_target([broken], "Qwen3.6") is None
+    cached = replace(MODEL, path="/home/me/.cache/huggingface/hub/models--Qwen--Qwen3.6-27B/snapshots/0123abc")
+    assert find_target([replace(WORKSTATION, facts=HostFacts(models=(cached,)))], "Qwen/Qwen3.6-27B") == cached
     assert make_plan([broken, CPU_BOX], JOB).target.host == "cpu_box"
 
 
@@ -382,6 +384,16 @@ def test_rows_show_sizes_and_say_what_is_read_only() -> None:
     assert rows["workstation"]["gpus"] == "0: NVIDIA RTX A4000 (1.5 of 16.0 GiB used, capability 8.6)"
     assert rows["workstation"]["torch"] == "2.13.0+cu128 (CUDA 12.8)"
     assert len({tuple(row) for row in rows.values()}) == 1, "every row has the same columns"
+
+
+def test_a_table_can_be_turned_on_its_side() -> None:
+    rows = turn(report_rows([CPU_BOX, WORKSTATION]), by="host")
+
+    assert {tuple(row) for row in rows} == {("", "cpu_box", "workstation")}
+    by_fact = {row[""]: row for row in rows}
+    assert (by_fact["threads"]["cpu_box"], by_fact["threads"]["workstation"]) == ("90", "64")
+    assert "folder" not in by_fact, "neither of the two is read-only"
+    assert turn([], by="host") == []
 
 
 def test_a_models_row_says_which_keys_its_sizes_were_found_under() -> None:

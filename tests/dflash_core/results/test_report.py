@@ -39,9 +39,9 @@ def path(tmp_path_factory):
     write_evaluation(path, make_record("eval-published", run="published", step=None, quality=0.6, seed=8))
     write_evaluation(path, make_record("eval-other", transcripts_digest="other prompts", seed=5, minutes=-9))
     write_evaluation(path, make_failed("eval-failed", step=500, error=f"cut off: {EVIL}", minutes=9))
-    # A failure of a checkpoint that was scored later is no news any more.
-    mended = make_failed("eval-mended", error="was down", minutes=-1)
-    write_evaluation(path, dataclasses.replace(mended, checkpoint=make_record("eval-100").checkpoint))
+    # No news any more: a failure at the address of what was scored later, and one before a newer failure.
+    write_evaluation(path, make_failed("eval-mended", error="was down", minutes=-1))
+    write_evaluation(path, make_failed("eval-failed-before", step=500, error="was asleep", minutes=8))
     return path
 
 
@@ -128,6 +128,7 @@ def test_failures_that_are_news_are_listed_with_their_reason(page):
     assert f"cut off: {EVIL}" in html.unescape(page)
     assert "Evaluations that failed" in text
     assert "was down" not in text
+    assert "was asleep" not in text
 
 
 def test_nothing_from_outside_is_loaded_or_executed(page, outline):

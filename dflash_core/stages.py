@@ -1,0 +1,273 @@
+"""The stages of an evaluation: plain values in, a small manifest out, artifacts in the store between.
+
+Tensors never leave a stage. Prefect tasks call these functions, and so may anybody else.
+
+    plan_target ─ write_transcripts ─ extract_hidden_states ┐
+                  stream_drafter ───────────────────────────┴ run_drafter ─ evaluation.done_record ─ database
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars
+import torch
+from safetensors.torch import load_file
+
+from dflash_core import progress
+from dflash_core.checkpoints import stream_checkpoint
+from dflash_core.config import Config
+from dflash_core.drafter import scoring
+from dflash_core.drafter.model import Drafter
+from dflash_core.drafter.spec import DrafterSpec
+from dflash_core.errors import ArtifactDamaged
+from dflash_core.results.records import BLOCK_SCHEMA
+from dflash_core.store import Artifact, Store, digest
+from dflash_core.target import hidden_states as hidden
+from dflash_core.target import transcripts as written
+from dflash_core.target.head import load_embedding_and_head
+from dflash_core.target.loading import Target, resolve_target
+from dflash_core.target.prompts import Prompt, load_prompts
+from dflash_core.target.runtime import DTYPES, cpu_dtype
+
+DRAFTER_KIND = "drafter"
+BLOCKS_KIND = "blocks"
+WEIGHTS_NAME = "weights.safetensors"
+BLOCKS_NAME = "blocks.parquet"
+STREAMING_VERSION = 1
+"""Raised when streaming the same checkpoint would write other tensors."""
+
+Manifest = dict[str, Any]
+"""What a stage returns: kind, key, was_built and meta of its artifact."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetPlan:
+    """The target, its dtypes and the rendered prompts: all that names transcripts and hidden states."""
+
+    target: Target
+    compute_dtype: str
+    store_dtype: str
+    prompts: tuple[Prompt, ...]
+    rendering: written.Rendering
+    transcripts_key: str
+
+
+def plan_target(config: Config) -> TargetPlan:
+    """Resolve the target and render the prompts; a GGUF file is converted on first use.
+
+    Raises:
+        TargetError: the target cannot be read.
+        PromptError: the prompts cannot be read or do not fit.
+    """
+    prompts = load_prompts(config.prompts)
+    target = resolve_target(config.target.model, Store(config.store))
+    compute_dtype = cpu_dtype(config.target.compute_dtype, target)
+    store_dtype = config.target.store_dtype
+    if store_dtype == "auto" and config.target.compute_dtype == "float32":
+        store_dtype = "float32"
+    settings = config.completions
+    rendering = written.render_prompts(
+        target, prompts, thinking=settings.thinking, max_new_tokens=settings.max_new_tokens
+    )
+    return TargetPlan(
+        target=target,
+        compute_dtype=compute_dtype,
+        store_dtype=hidden.store_dtype_of(target, store_dtype, compute_dtype),
+        prompts=tuple(prompts),
+        rendering=rendering,
+        transcripts_key=written.transcripts_key(
+            target,
+            rendering,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            compute_dtype=compute_dtype,
+        ),
+    )
+
+
+def write_transcripts(config: Config) -> Manifest:
+    """Have the target continue every prompt, or find what it wrote before."""
+    plan = plan_target(config)
+    artifact = written.write_transcripts(
+        Store(config.store),
+        plan.target,
+        plan.rendering,
+        max_new_tokens=config.completions.max_new_tokens,
+        batch_size=config.completions.batch_size,
+        compute_dtype=plan.compute_dtype,
+    )
+    return _manifest(artifact)
+
+
+def drafter_key(identity: str) -> str:
+    """Return the key of the drafter's own tensors, from the identity that the index gives."""
+    return digest(DRAFTER_KIND, STREAMING_VERSION, identity)
+
+
+def stream_drafter(checkpoint: str, config: Config, identity: str) -> Manifest:
+    """Bring the drafter's own tensors into the store, or find them there.
+
+    Args:
+        checkpoint: path or URL.
+        config: hosts and store.
+        identity: what the checkpoint's index said; a checkpoint that changed since is an error.
+    """
+
+    def write(folder: Path) -> dict[str, Any]:
+        streamed = stream_checkpoint(
+            checkpoint,
+            folder / WEIGHTS_NAME,
+            hosts=config.hosts,
+            run=config.run,
+            expected_identity=identity,
+            on_progress=lambda done, total: progress.report("stream_checkpoint", done, total),
+        )
+        return {
+            "identity": identity,
+            "weights_sha256": streamed.weights_sha256,
+            "bytes_read": streamed.bytes_read,
+            "bytes_wanted": streamed.bytes_wanted,
+            "bytes_total": streamed.bytes_total,
+        }
+
+    return _manifest(Store(config.store).build(DRAFTER_KIND, drafter_key(identity), write))
+
+
+def hidden_states_key(plan: TargetPlan, transcripts: str, layers: tuple[int, ...]) -> str:
+    """Return one key over all stored parts that a drafter's layers need."""
+    dtypes = {"compute_dtype": plan.compute_dtype, "store_dtype": plan.store_dtype}
+    parts: list[int | str] = [*dict.fromkeys(layers), hidden.FINAL, hidden.CHOICES]
+    return digest([hidden.layer_key(plan.target, transcripts, part, **dtypes) for part in parts])
+
+
+def hidden_states_are_whole(config: Config, plan: TargetPlan, transcripts: str, layers: tuple[int, ...]) -> bool:
+    """Tell whether the store holds every part that a drafter's layers need."""
+    found = hidden.find_hidden_states(
+        Store(config.store),
+        plan.target,
+        transcripts,
+        layers,
+        compute_dtype=plan.compute_dtype,
+        store_dtype=plan.store_dtype,
+    )
+    return found is not None
+
+
+def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
+    """Run the target once over its transcripts and keep the states of some layers, or find them."""
+    plan = plan_target(config)
+    transcripts = read_transcripts(config, plan)
+    states = hidden.extract_hidden_states(
+        Store(config.store),
+        plan.target,
+        transcripts,
+        layers,
+        compute_dtype=plan.compute_dtype,
+        store_dtype=plan.store_dtype,
+    )
+    name = written.transcripts_digest(transcripts)
+    return {
+        "kind": hidden.KIND,
+        "key": hidden_states_key(plan, name, layers),
+        "was_built": states.was_built,
+        "meta": {"layers": list(layers), "num_tokens": states.choices.meta["num_tokens"]}
+        | {"num_not_greedy": states.choices.meta["num_not_greedy"]},
+    }
+
+
+def blocks_key(spec: Mapping[str, Any]) -> str:
+    """Return the key of a drafter's scored blocks: they do not depend on how prompts are labelled."""
+    return digest(BLOCKS_KIND, {name: value for name, value in spec.items() if name != "transcripts_digest"})
+
+
+def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: str, drafter: DrafterSpec) -> Manifest:
+    """Run a drafter over the stored transcripts and keep one row per block, or find them.
+
+    Args:
+        config: device, store and what names transcripts and hidden states.
+        spec: what decides the numbers (see `evaluation_spec`).
+        drafter_artifact_key: key of the drafter's tensors.
+        drafter: its facts.
+
+    Raises:
+        ArtifactDamaged: an earlier stage's artifact is no longer in the store; run the flow again.
+    """
+    store = Store(config.store)
+
+    def write(folder: Path) -> dict[str, Any]:
+        plan = plan_target(config)
+        transcripts = read_transcripts(config, plan)
+        states = hidden.find_hidden_states(
+            store,
+            plan.target,
+            written.transcripts_digest(transcripts),
+            drafter.target_layer_ids,
+            compute_dtype=plan.compute_dtype,
+            store_dtype=plan.store_dtype,
+        )
+        weights = store.find(DRAFTER_KIND, drafter_artifact_key)
+        if states is None or weights is None:
+            raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store.root}; evaluate again")
+        rows = _score(plan, transcripts, states, weights, drafter, spec)
+        frame = polars.DataFrame(rows, schema=BLOCK_SCHEMA)
+        frame.write_parquet(folder / BLOCKS_NAME)
+        return {"num_blocks": frame.height, "device": spec["device"], "dtype": spec["drafter_dtype"]}
+
+    return _manifest(store.build(BLOCKS_KIND, blocks_key(spec), write))
+
+
+def _score(
+    plan: TargetPlan,
+    transcripts: list[written.Transcript],
+    states: hidden.HiddenStates,
+    weights: Artifact,
+    drafter: DrafterSpec,
+    spec: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    tensors = load_file(weights.file(WEIGHTS_NAME))
+    device, dtype = torch.device(spec["device"]), DTYPES[spec["drafter_dtype"]]
+    embedding_VD, head_VD = load_embedding_and_head(plan.target)
+    model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
+    layers = [states.load_layer(layer) for layer in drafter.target_layer_ids]
+    ends = torch.tensor([transcript.num_tokens for transcript in transcripts]).cumsum(0).tolist()
+    starts = [0, *ends]
+
+    def features_of(index: int) -> torch.Tensor:
+        return torch.cat([layer[starts[index] : ends[index]] for layer in layers], dim=-1)
+
+    return scoring.score_transcripts(
+        model,
+        scoring.Head(head_VD, model),
+        transcripts,
+        features_of,
+        states.load_margins(),
+        block_size=spec["block_size"],
+        max_new_tokens=spec["max_new_tokens"],
+        anchors=spec["anchors"],
+    )
+
+
+def read_transcripts(config: Config, plan: TargetPlan) -> list[written.Transcript]:
+    """Return the stored transcripts of a plan.
+
+    Raises:
+        ArtifactDamaged: they are not in the store.
+    """
+    store = Store(config.store)
+    artifact = store.find(written.KIND, plan.transcripts_key)
+    if artifact is None:
+        raise ArtifactDamaged(f"the transcripts vanished from the store {store.root}; evaluate again")
+    return written.read_transcripts(artifact)
+
+
+def _manifest(artifact: Artifact) -> Manifest:
+    return {
+        "kind": artifact.kind,
+        "key": artifact.key,
+        "was_built": artifact.was_built,
+        "meta": dict(artifact.meta),
+    }
