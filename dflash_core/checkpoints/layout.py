@@ -34,6 +34,7 @@ _STEP_PATTERNS = (
     re.compile(r"iter(?:ation)?[_-]?(\d+)", re.IGNORECASE),
     re.compile(r"^(\d+)$"),
 )
+_SHARD = re.compile(r"-\d+-of-\d+\.")
 _NATURAL = re.compile(r"(\d+)")
 INCOMPLETE_MARKER = ".incomplete"
 
@@ -134,8 +135,10 @@ def without_suffix(name: str) -> str:
 
 
 def is_weight_name(name: str) -> bool:
-    """Tell whether a file of this name may hold a drafter's weights."""
-    return name.endswith(WEIGHT_SUFFIXES) and not _NEVER_WEIGHTS.match(name) and not _UNFINISHED.match(name)
+    """Tell whether a file of this name may hold all of a drafter's weights."""
+    if not name.endswith(WEIGHT_SUFFIXES) or _SHARD.search(name):
+        return False
+    return not _NEVER_WEIGHTS.match(name) and not _UNFINISHED.match(name)
 
 
 def is_unfinished_name(name: str) -> bool:

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dflash_core.checkpoints.inspection import read_shard_index, read_side_files
 from dflash_core.checkpoints.layout import (
     INCOMPLETE_MARKER,
-    SHARD_INDEX,
     Located,
     is_file,
     is_unfinished_name,
@@ -182,8 +181,6 @@ def _folder_name(path: str) -> str:
 
 def _holds_steps(path: str, entries: list[DirEntry]) -> bool:
     """Tell whether a folder that could be a checkpoint is a run: it holds steps other than itself."""
-    if any(entry.name == SHARD_INDEX for entry in entries):
-        return False
     steps = {
         step_in_name(entry.name)
         for entry in entries

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_a_run_folder_with_one_file_is_still_a_run(place: Place) -> None:
     assert (found.name, found.step) == ("checkpoint-500", 500)
     ref = inspect_checkpoint(place[1], hosts=place[2]).ref
     assert (ref.run, ref.step) == ("run_a", 500)
+
+
+def test_a_folder_of_shards_is_one_checkpoint(place: Place) -> None:
+    folder = place[0] / "step_3"
+    folder.mkdir()
+    for shard in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        save_file({shard: torch.ones(1)}, folder / shard)
+    index = {
+        "weight_map": {f"model-0000{i}-of-00002.safetensors": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (in_run,) = listed(place)
+    (itself,) = list_checkpoints(in_run.url, hosts=place[2])
+    assert in_run == itself
+    assert in_run.name == "step_3"
 
 
 def test_a_run_folder_with_a_final_model_still_shows_its_steps(place: Place) -> None:

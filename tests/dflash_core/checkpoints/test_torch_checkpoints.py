@@ -336,6 +336,7 @@ def test_a_base_model_beside_the_drafter_is_refused(tmp_path: Path) -> None:
     assert "both mean" in refusal({"model": both}, tmp_path / "c.pt")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_files_of_other_kinds_are_refused_by_their_name(tmp_path: Path) -> None:
     tensors = drafter_tensors()
     legacy = tmp_path / "legacy.pt"
