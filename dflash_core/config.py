@@ -7,6 +7,7 @@ the nearest one that does. Paths may start with `~` and are relative to the work
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,10 +17,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from dflash_core.errors import ConfigError
 
 DEFAULT_CONFIG_NAME = "dflash.yaml"
+# A password in a URL, which no message may repeat.
+_PASSWORD = re.compile(r"(://[^/@\s:]*):[^/@\s]*@")
 
 
 def _expanded(value: object) -> object:
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+    if not isinstance(value, str) or not value.startswith("~"):
+        return value
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError as error:
+        raise ValueError("there is no such user's home folder") from error
 
 
 PathText = Annotated[str, BeforeValidator(_expanded)]
@@ -78,8 +86,8 @@ class DrafterSettings(_Section):
 
     config: PathText | None = None
     """A draft config (JSON) for checkpoints that carry none."""
-    block_size: int | None = Field(default=None, ge=1)
-    """Shorter than trained is allowed and is its own number; None takes the drafter's own."""
+    block_size: int | None = Field(default=None, ge=2)
+    """Slots of a block, the anchor included; None takes the drafter's own. Shorter is allowed, its own number."""
     anchors: Literal["walk", "all"] = "walk"
     """walk drafts only from the anchors that serving would visit; all drafts from every token."""
 
@@ -165,7 +173,8 @@ def _explain(item: Any, where: str) -> str:
     location = [str(part) for part in item["loc"]]
     dotted = ".".join(location)
     if item["type"] != "extra_forbidden":
-        return f"{where}: {dotted} = {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+        value = _PASSWORD.sub(r"\1:***@", repr(item["input"]))
+        return f"{where}: {dotted} = {value}: {item['msg'][:1].lower()}{item['msg'][1:]}"
     known = _keys_beside(location)
     nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -23,7 +23,7 @@ from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
 from dflash_core.drafter.spec import ROW_ALIGNMENT, DrafterSpec, read_drafter_spec, target_layer_ids
-from dflash_core.errors import ArtifactDamaged, DraftConfigError
+from dflash_core.errors import ArtifactDamaged, CheckpointError, CheckpointNotReady, DraftConfigError
 from dflash_core.results.records import CheckpointRecord, EvaluationRecord, PromptRecord
 from dflash_core.stages import Manifest, TargetPlan
 from dflash_core.store import Store, digest
@@ -37,11 +37,22 @@ def inspect(checkpoint: str, config: Config) -> CheckpointInspection:
     return inspect_checkpoint(checkpoint, hosts=config.hosts, run=config.run)
 
 
+def require_ready(inspection: CheckpointInspection) -> None:
+    """Refuse a checkpoint that is still being written.
+
+    Raises:
+        CheckpointNotReady: with the reason.
+    """
+    if not inspection.ready:
+        url = inspection.ref.url
+        raise CheckpointNotReady(f"{url} is not ready: {inspection.not_ready_reason}; try again later")
+
+
 def read_spec(inspection: CheckpointInspection, config: Config, target: ModelConfig) -> DrafterSpec:
     """Read the drafter's facts from its own config or the configured one, against tensors and target.
 
     Raises:
-        DraftConfigError: there is no config, or two sources contradict.
+        DraftConfigError: there is no config, or two sources contradict, the checkpoint's own config among them.
         CheckpointMismatch: the drafter does not belong to the target.
         UnsupportedCheckpoint: a kind of drafter that is not scored.
     """
@@ -51,7 +62,10 @@ def read_spec(inspection: CheckpointInspection, config: Config, target: ModelCon
         for entry in inspection.tensors
         if entry.role == "drafter" and entry.canonical_name is not None
     }
-    spec = read_drafter_spec(data, shapes, target, where=where, training_args=_training_args(inspection.facts))
+    args = _training_args(inspection.facts)
+    spec = read_drafter_spec(data, shapes, target, where=where, training_args=args)
+    if inspection.config is not None and data is not inspection.config:
+        _check_agreement(spec, inspection.config, shapes, target, where)
     if config.drafter.block_size is not None and config.drafter.block_size > spec.block_size:
         raise DraftConfigError(
             f"drafter.block_size = {config.drafter.block_size} is longer than the {spec.block_size} the drafter was "
@@ -60,11 +74,27 @@ def read_spec(inspection: CheckpointInspection, config: Config, target: ModelCon
     return spec
 
 
+def _check_agreement(
+    spec: DrafterSpec, own: Mapping[str, Any], shapes: Mapping[str, Any], target: ModelConfig, where: str
+) -> None:
+    """Compare the configured facts with those of the checkpoint's own config, where that one can be read."""
+    try:
+        other = read_drafter_spec(own, shapes, target, where="config.json")
+    except (CheckpointError, DraftConfigError):
+        return
+    for name, value in spec.identity().items():
+        if other.identity()[name] != value:
+            raise DraftConfigError(
+                f"{where}: {name} = {value!r} contradicts the checkpoint's own config.json, {name} = "
+                f"{other.identity()[name]!r}; remove drafter.config, or correct one of them"
+            )
+
+
 def draft_config(inspection: CheckpointInspection, config: Config) -> tuple[Mapping[str, Any], str]:
     """Return the draft config as plain data and the name of where it was found.
 
     Raises:
-        DraftConfigError: there is none, it cannot be read, or the two that exist differ.
+        DraftConfigError: there is none, or it cannot be read.
     """
     configured = config.drafter.config
     if configured is None:
@@ -131,9 +161,10 @@ def evaluation_spec(
         "target_identity": plan.target.identity,
         "transcripts_digest": _labelled_digest(plan, transcripts["digest"]),
         "tokens_digest": transcripts["digest"],
-        "chat_template_digest": transcripts["template_digest"],
-        "tokenizer_digest": transcripts["tokenizer_digest"],
-        "thinking": transcripts["thinking"],
+        # Of this plan, not of the artifact: one text may be rendered under several templates and flags.
+        "chat_template_digest": plan.rendering.template_digest,
+        "tokenizer_digest": plan.rendering.tokenizer_digest,
+        "thinking": plan.rendering.thinking,
         "max_new_tokens": transcripts["max_new_tokens"],
         "sampling": transcripts["sampling"],
         "target_dtype": plan.compute_dtype,
@@ -157,8 +188,11 @@ def _labelled_digest(plan: TargetPlan, tokens_digest: str) -> str:
 
 
 def evaluation_id(spec: Mapping[str, Any], checkpoint_id: str) -> str:
-    """Return the identity of one evaluation: the checkpoint and everything that decides its numbers."""
-    return digest("evaluation", checkpoint_id, spec)
+    """Return the identity of one evaluation: the checkpoint and everything that decides its numbers.
+
+    The target's name decides nothing: `target_identity` is what its files hold.
+    """
+    return digest("evaluation", checkpoint_id, {name: value for name, value in spec.items() if name != "target"})
 
 
 def checkpoint_record(inspection: CheckpointInspection, weights_sha256: str | None) -> CheckpointRecord:

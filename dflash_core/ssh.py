@@ -45,19 +45,24 @@ def is_ssh_url(url: str) -> bool:
 def parse_ssh_url(url: str) -> SshAddress:
     """Split an `ssh://` URL.
 
+    A `?` or `#` belongs to the path, as it may to the name of a folder; `%20` and the like are decoded.
+
     Raises:
         InputError: it has no host, a port that is no port, or a password (use a key instead).
     """
-    parts = urlsplit(url)
+    scheme, _, rest = url.partition("://")
+    netloc, slash, path = rest.partition("/")
+    user, _, place = netloc.rpartition("@")
+    if ":" in user:
+        raise InputError(f"a password in the URL of {place!r} would end up in logs; log in with a key instead")
     try:
+        parts = urlsplit(f"{scheme}://{place}")
         port = parts.port
     except ValueError as error:
-        raise InputError(f"the port in {parts.netloc.rpartition('@')[2]!r} is not a port number") from error
+        raise InputError(f"{place!r} is not a host and a port number; write ssh://user@host:port/path") from error
     if not parts.hostname:
         raise InputError(f"no host in {url!r}; write ssh://user@host:port/path")
-    if parts.password is not None:
-        raise InputError(f"a password in the URL of {parts.hostname!r} would end up in logs; log in with a key instead")
-    return SshAddress(host=parts.hostname, port=port, user=parts.username, path=unquote(parts.path))
+    return SshAddress(host=parts.hostname, port=port, user=unquote(user) or None, path=unquote(slash + path))
 
 
 def settings_for(url: str, hosts: Mapping[str, HostSettings]) -> HostSettings:

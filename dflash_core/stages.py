@@ -23,7 +23,7 @@ from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.spec import DrafterSpec
-from dflash_core.errors import ArtifactDamaged
+from dflash_core.errors import ArtifactDamaged, UnsupportedCheckpoint
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Artifact, Store, digest
 from dflash_core.target import hidden_states as hidden
@@ -180,8 +180,9 @@ def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
 
 
 def blocks_key(spec: Mapping[str, Any]) -> str:
-    """Return the key of a drafter's scored blocks: they do not depend on how prompts are labelled."""
-    return digest(BLOCKS_KIND, {name: value for name, value in spec.items() if name != "transcripts_digest"})
+    """Return the key of a drafter's scored blocks: they do not depend on the names of prompts' sets or the target."""
+    names = ("transcripts_digest", "target")
+    return digest(BLOCKS_KIND, {name: value for name, value in spec.items() if name not in names})
 
 
 def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: str, drafter: DrafterSpec) -> Manifest:
@@ -195,6 +196,7 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
 
     Raises:
         ArtifactDamaged: an earlier stage's artifact is no longer in the store; run the flow again.
+        UnsupportedCheckpoint: the weights hold NaN or infinity.
     """
     store = Store(config.store)
 
@@ -229,6 +231,7 @@ def _score(
     spec: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     tensors = load_file(weights.file(WEIGHTS_NAME))
+    _check_finite(tensors)
     device, dtype = torch.device(spec["device"]), DTYPES[spec["drafter_dtype"]]
     embedding_VD, head_VD = load_embedding_and_head(plan.target)
     model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
@@ -249,6 +252,20 @@ def _score(
         max_new_tokens=spec["max_new_tokens"],
         anchors=spec["anchors"],
     )
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights with NaN or infinity: they would score as the worst drafter instead of as none.
+
+    Raises:
+        UnsupportedCheckpoint: with the tensor's name.
+    """
+    for name, tensor in tensors.items():
+        num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if num_bad:
+            raise UnsupportedCheckpoint(
+                f"{num_bad} of the {tensor.numel()} numbers in {name} are NaN or infinite; the training run diverged"
+            )
 
 
 def read_transcripts(config: Config, plan: TargetPlan) -> list[written.Transcript]:

@@ -30,13 +30,27 @@ _HASH_CHUNK_BYTES = 4 << 20
 
 
 def digest(*parts: Any) -> str:
-    """Return a 32-digit hex digest of plain data (numbers, strings, None, lists, dicts).
+    """Return a 32-digit hex digest of plain data (finite numbers, strings, None, lists, dicts with text keys).
 
     Raises:
         TypeError: a part is not plain data, so its digest would depend on memory addresses.
+        ValueError: a number is not finite.
     """
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    _check_keys(parts)
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON would turn into texts: 1 and "1" must not have one digest."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} of data to digest is not a text")
+            _check_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_keys(item)
 
 
 def file_sha256(path: Path) -> str:
@@ -89,12 +103,13 @@ class Store:
         try:
             manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
             entries = manifest["files"]
+            meta: Mapping[str, Any] = manifest["meta"]
             whole = manifest["key"] == key and all(_is_whole(folder / entry["name"], entry) for entry in entries)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if not whole:
             return None
-        return Artifact(kind=kind, key=key, path=folder, meta=manifest["meta"], was_built=False)
+        return Artifact(kind=kind, key=key, path=folder, meta=meta, was_built=False)
 
     def build(self, kind: str, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Artifact:
         """Return an artifact, making it if it is missing or damaged.

@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from dflash_core import evaluation, stages
 from dflash_core.checkpoints import CheckpointInspection
 from dflash_core.config import Config, load_config, with_overrides
-from dflash_core.errors import CheckpointNotReady, DFlashEvalError, one_line
+from dflash_core.errors import DFlashEvalError, one_line
 from dflash_core.results import database
 from tasks.extract_hidden_states import extract_hidden_states
 from tasks.plan_target import plan_target
@@ -81,8 +81,7 @@ def evaluate_checkpoint(
 
 def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection, clock: _Clock) -> dict[str, Any]:
     """Chain the stages; each finds in the store what was made before."""
-    if not inspection.ready:
-        raise CheckpointNotReady(f"{checkpoint} is not ready: {inspection.not_ready_reason}; try again later")
+    evaluation.require_ready(inspection)
     with clock.stage("plan_target"):
         plan = plan_target(config)
     drafter = evaluation.read_spec(inspection, config, plan.target.config)

@@ -6,6 +6,7 @@ that we start ends with us, also after SIGKILL: it watches its parent (see `flow
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -65,6 +66,9 @@ def prefect_server(store: str, *, debug: bool = False) -> Iterator[str]:
     state = prepare_environment(store, debug=debug)
     from prefect.settings import get_current_settings
 
+    if not debug:
+        # At exit it counts the events that it still sends; they are sent before we leave.
+        logging.getLogger("EventsWorker").setLevel(logging.ERROR)
     configured = get_current_settings().api.url
     if configured:
         if not _is_healthy(configured, timeout_s=10):
@@ -74,10 +78,19 @@ def prefect_server(store: str, *, debug: bool = False) -> Iterator[str]:
         yield configured
         return
     with _own_server(state) as url:
-        from prefect.settings import PREFECT_API_URL, temporary_settings
+        from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-        with temporary_settings({PREFECT_API_URL: url}):
-            yield url
+        with temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            try:
+                yield url
+            finally:
+                _send_remaining_events()
+
+
+def _send_remaining_events() -> None:
+    from prefect.events.worker import EventsWorker
+
+    EventsWorker.drain_all(timeout=10, at_exit=False)
 
 
 @contextmanager

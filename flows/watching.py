@@ -155,8 +155,7 @@ def known_result(config: Config, checkpoint: str) -> dict[str, Any] | None:
     """
     begin = time.monotonic()
     inspection = evaluation.inspect(checkpoint, config)
-    if not inspection.ready:
-        return None
+    evaluation.require_ready(inspection)
     evaluation_id = evaluation.known_evaluation_id(config, inspection)
     if evaluation_id is None or not database.has_evaluation(config.results, evaluation_id):
         return None

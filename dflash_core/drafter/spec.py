@@ -9,10 +9,13 @@ Supported: z-lab's DFlash (`architectures: [DFlashDraftModel]`), config fields a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dflash_core.drafter.facts import FactReader
+from dflash_core.drafter.rope import read_rope
 from dflash_core.errors import CheckpointMismatch, DraftConfigError, UnsupportedCheckpoint
 from dflash_core.target.model_config import ModelConfig
 
@@ -26,8 +29,6 @@ _KNOWN_DFLASH_KEYS = {
     "output_multiplier",
     "final_logit_softcapping",
 }
-# Those whose frequencies do not depend on the length of the text.
-_ROPE_TYPES = {"default", "linear", "yarn", "llama3"}
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 
@@ -70,50 +71,6 @@ class DrafterSpec:
         return plain
 
 
-class _Reader:
-    """Looks facts up in a draft config and notes where each was found."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.where = where
-        self.top = config
-        nested = config.get("dflash_config", {})
-        if not isinstance(nested, Mapping):
-            raise DraftConfigError(f"{where}: dflash_config must hold keys and values, found {type(nested).__name__}")
-        self.nested = nested
-        self.sources: dict[str, str] = {}
-
-    def find(self, key: str, *, nested: bool = False) -> Any:
-        """Return the value of a key or None; under `nested` in dflash_config first, then at the top."""
-        places = {}
-        if nested and self.nested.get(key) is not None:
-            places[f"dflash_config.{key}"] = self.nested[key]
-        if self.top.get(key) is not None:
-            places[key] = self.top[key]
-        values = list(places.values())
-        if len(values) == 2 and values[0] != values[1]:
-            raise DraftConfigError(
-                f"{self.where}: dflash_config.{key} = {values[0]!r} contradicts {key} = {values[1]!r}; remove one"
-            )
-        if not values:
-            return None
-        self.sources[key] = f"{self.where}: {next(iter(places))}"
-        return values[0]
-
-    def need(self, key: str, kind: type, *, nested: bool = False) -> Any:
-        """Return the value of a key that must be there and of a type."""
-        value = self.find(key, nested=nested)
-        if value is None:
-            at = f"dflash_config.{key} or {key}" if nested else key
-            raise DraftConfigError(
-                f"{self.where} lacks {at}, which the weights do not tell; add it to the draft config"
-            )
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise DraftConfigError(f"{self.where}: {key} = {value!r}, expected {kind.__name__}")
-        return value
-
-
 def read_drafter_spec(
     config: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]],
@@ -137,15 +94,17 @@ def read_drafter_spec(
         CheckpointMismatch: config and tensors, or drafter and target, do not belong together.
     """
     _refuse_other_kinds(config, where)
-    reader = _Reader(config, where)
+    reader = FactReader(config, where)
     _refuse_unknown(reader)
     num_layers = reader.need("num_hidden_layers", int)
+    if "layers.0.self_attn.q_norm.weight" not in shapes:
+        raise CheckpointMismatch("the checkpoint lacks layers.0.self_attn.q_norm.weight, whose length is the head size")
     head_dim = shapes["layers.0.self_attn.q_norm.weight"][0]
     reader.sources["head_dim"] = "tensor layers.0.self_attn.q_norm.weight"
     windows, causal = _attention_kinds(reader, num_layers)
-    scale = reader.find("input_embedding_scale", nested=True)
-    multiplier = reader.find("output_multiplier", nested=True)
-    softcap = reader.find("final_logit_softcapping", nested=True)
+    scale = reader.find("input_embedding_scale", float, nested=True)
+    multiplier = reader.find("output_multiplier", float, nested=True)
+    softcap = reader.find("final_logit_softcapping", float, nested=True)
     spec = DrafterSpec(
         hidden_size=reader.need("hidden_size", int),
         num_layers=num_layers,
@@ -155,20 +114,21 @@ def read_drafter_spec(
         intermediate_size=reader.need("intermediate_size", int),
         vocab_size=reader.need("vocab_size", int),
         rms_norm_eps=reader.need("rms_norm_eps", float),
-        rope=_rope(reader),
+        rope=read_rope(reader),
         max_position_embeddings=reader.need("max_position_embeddings", int),
         block_size=reader.need("block_size", int, nested=True),
         mask_token_id=reader.need("mask_token_id", int, nested=True),
         target_layer_ids=_target_layer_ids(reader, target, num_layers),
         is_causal=causal,
         windows=windows,
-        input_embedding_scale=1.0 if scale is None else float(scale),
-        output_multiplier=1.0 if multiplier is None else float(multiplier),
-        final_logit_softcapping=float(softcap) if softcap is not None and float(softcap) > 0 else None,
+        input_embedding_scale=1.0 if scale is None else scale,
+        output_multiplier=1.0 if multiplier is None else multiplier,
+        final_logit_softcapping=softcap if softcap is not None and softcap > 0 else None,
         sources=reader.sources,
     )
     _check_target(spec, reader, target)
     _check_tensors(spec, shapes, where, config.get("head_dim"))
+    _check_biases(spec, shapes, reader.find("attention_bias", bool), where)
     _check_training_args(spec, training_args or {}, where)
     return spec
 
@@ -182,7 +142,7 @@ def target_layer_ids(config: Mapping[str, Any], target: ModelConfig, *, where: s
         UnsupportedCheckpoint: a kind of drafter that is not scored yet.
     """
     _refuse_other_kinds(config, where)
-    reader = _Reader(config, where)
+    reader = FactReader(config, where)
     return _target_layer_ids(reader, target, reader.need("num_hidden_layers", int))
 
 
@@ -196,12 +156,17 @@ def _refuse_other_kinds(config: Mapping[str, Any], where: str) -> None:
             f"{where}: architectures = {architectures!r} is not scored yet; [{ARCHITECTURE!r}] is, "
             f"where row j of a block predicts position anchor + j"
         )
+    if config.get("sample_from_anchor"):
+        raise UnsupportedCheckpoint(
+            f"{where}: sample_from_anchor is set (row j of a block predicts position anchor + j + 1), which is not "
+            f"scored yet; same-position drafters are"
+        )
     act = config.get("hidden_act", "silu")
     if act != "silu":
         raise UnsupportedCheckpoint(f"{where}: hidden_act = {act!r} is not supported; 'silu' is")
 
 
-def _refuse_unknown(reader: _Reader) -> None:
+def _refuse_unknown(reader: FactReader) -> None:
     unknown = sorted(set(reader.nested) - _KNOWN_DFLASH_KEYS)
     if unknown:
         raise UnsupportedCheckpoint(
@@ -210,15 +175,15 @@ def _refuse_unknown(reader: _Reader) -> None:
         )
 
 
-def _attention_kinds(reader: _Reader, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _attention_kinds(reader: FactReader, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Return window and causality per layer: is_causal if given, else sliding layers are causal."""
-    kinds = reader.find("layer_types") or [_FULL] * num_layers
-    if len(kinds) != num_layers or set(kinds) - {_SLIDING, _FULL}:
+    kinds = reader.find("layer_types", list) or [_FULL] * num_layers
+    if len(kinds) != num_layers or not all(kind in (_SLIDING, _FULL) for kind in kinds):
         raise DraftConfigError(
             f"{reader.where}: layer_types = {kinds!r} must name {num_layers} layers as {_SLIDING!r} or {_FULL!r}"
         )
-    is_causal = reader.find("is_causal")
-    causal = tuple(kind == _SLIDING if is_causal is None else bool(is_causal) for kind in kinds)
+    is_causal = reader.find("is_causal", bool)
+    causal = tuple(kind == _SLIDING if is_causal is None else is_causal for kind in kinds)
     if _SLIDING not in kinds:
         if reader.top.get("use_sliding_window"):
             raise DraftConfigError(
@@ -234,38 +199,8 @@ def _attention_kinds(reader: _Reader, num_layers: int) -> tuple[tuple[int | None
     return tuple(window if kind == _SLIDING else None for kind in kinds), causal
 
 
-def _rope(reader: _Reader) -> dict[str, Any]:
-    """Return the RoPE settings from either form; theta given twice must agree."""
-    parameters = dict(reader.find("rope_parameters") or {})
-    scaling = reader.find("rope_scaling")
-    if scaling and parameters and any(parameters.get(key, value) != value for key, value in scaling.items()):
-        raise DraftConfigError(f"{reader.where}: rope_scaling {scaling!r} contradicts rope_parameters {parameters!r}")
-    parameters = {**(scaling or {}), **parameters}
-    theta, inner = reader.find("rope_theta"), parameters.get("rope_theta")
-    if theta is not None and inner is not None and float(theta) != float(inner):
-        raise DraftConfigError(
-            f"{reader.where}: rope_theta = {theta!r} contradicts rope_parameters.rope_theta = {inner!r}; remove one"
-        )
-    if theta is None and inner is None:
-        raise DraftConfigError(f"{reader.where} lacks rope_theta, which the weights do not tell; add it")
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UnsupportedCheckpoint(f"{reader.where}: rope parameters per layer type are not supported yet")
-    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedCheckpoint(
-            f"{reader.where}: partial_rotary_factor is not supported; drafters rotate whole heads"
-        )
-    parameters["rope_theta"] = float(inner if theta is None else theta)  # type: ignore[arg-type]
-    parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type", "default")
-    if parameters["rope_type"] not in _ROPE_TYPES:
-        raise UnsupportedCheckpoint(
-            f"{reader.where}: rope_type = {parameters['rope_type']!r} is not supported; {sorted(_ROPE_TYPES)} are"
-        )
-    reader.sources["rope"] = f"{reader.where}: " + ("rope_parameters" if inner is not None else "rope_theta")
-    return parameters
-
-
-def _target_layer_ids(reader: _Reader, target: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    ids = reader.find("target_layer_ids", nested=True)
+def _target_layer_ids(reader: FactReader, target: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    ids = reader.find("target_layer_ids", list, nested=True)
     if ids is None:
         ids = default_target_layer_ids(target.num_layers, num_layers)
         reader.sources["target_layer_ids"] = "z-lab's rule for configs without target_layer_ids"
@@ -295,12 +230,12 @@ def default_target_layer_ids(target_depth: int, num_draft_layers: int) -> list[i
     return [round(1 + layer * span / (num_draft_layers - 1)) for layer in range(num_draft_layers)]
 
 
-def _check_target(spec: DrafterSpec, reader: _Reader, target: ModelConfig) -> None:
+def _check_target(spec: DrafterSpec, reader: FactReader, target: ModelConfig) -> None:
     pairs = [
         ("hidden size", "hidden_size", spec.hidden_size, target.hidden_size),
         ("vocabulary", "vocab_size", spec.vocab_size, target.vocab_size),
     ]
-    depth = reader.find("num_target_layers")
+    depth = reader.find("num_target_layers", int)
     if depth is not None:
         pairs.append(("depth of the target", "num_target_layers", depth, target.num_layers))
     for what, key, drafter_value, target_value in pairs:
@@ -313,9 +248,9 @@ def _check_target(spec: DrafterSpec, reader: _Reader, target: ModelConfig) -> No
         raise DraftConfigError(
             f"{reader.where}: mask_token_id = {spec.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
         )
-    if spec.block_size < 1 or spec.num_heads % spec.num_kv_heads:
+    if spec.block_size < 2 or spec.num_heads % spec.num_kv_heads:
         raise DraftConfigError(
-            f"{reader.where}: block_size = {spec.block_size} must be at least 1, and num_attention_heads = "
+            f"{reader.where}: block_size = {spec.block_size} must be at least 2, and num_attention_heads = "
             f"{spec.num_heads} a multiple of num_key_value_heads = {spec.num_kv_heads}"
         )
 
@@ -371,6 +306,28 @@ def _check_tensors(
         )
 
 
+def _check_biases(spec: DrafterSpec, shapes: Mapping[str, Sequence[int]], configured: bool | None, where: str) -> None:
+    """Check that attention's biases are all there or none, of the right length, and as the config says."""
+    expected = {
+        name.replace(".weight", ".bias"): shape[:1]
+        for name, shape in expected_shapes(spec).items()
+        if ".self_attn." in name and name.endswith("_proj.weight")
+    }
+    present = [name for name in expected if name in shapes]
+    wanted = bool(present) if configured is None else configured
+    if wanted != bool(present) or (wanted and len(present) < len(expected)):
+        missing = next((name for name in expected if name not in shapes), None)
+        said = f"holds {present[0]}" if present else "holds no bias"
+        raise CheckpointMismatch(
+            f"{where}: attention_bias = {configured!r}, but the checkpoint {said}"
+            + (f" and lacks {missing}" if wanted and missing else "")
+            + "; is it the config of this run?"
+        )
+    for name in present:
+        if list(shapes[name]) != expected[name]:
+            raise CheckpointMismatch(_shape_message(name, list(shapes[name]), expected[name], spec, where))
+
+
 def _shape_message(name: str, found: list[int], wanted: list[int], spec: DrafterSpec, where: str) -> str:
     if name == "fc.weight" and len(found) == 2 and found[0] == wanted[0]:
         return (
@@ -388,9 +345,14 @@ def _check_training_args(spec: DrafterSpec, training_args: Mapping[str, Any], wh
         if stated is None:
             continue
         value = getattr(spec, key)
-        if (list(value) if isinstance(value, tuple) else value) != (
-            list(stated) if isinstance(stated, list | tuple) else stated
-        ):
+        if _numbers(value) != _numbers(stated):
             raise DraftConfigError(
                 f"{where}: {key} = {value!r} contradicts the checkpoint's own training args, {key} = {stated!r}"
             )
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Return one number or a list of them as a list; a command line's text such as "1,14,27" as what it spells."""
+    if isinstance(value, str):
+        return [int(number) for number in re.findall(r"-?\d+", value)]
+    return list(value) if isinstance(value, list | tuple) else [value]

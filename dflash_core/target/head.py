@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash_core.errors import TargetError
@@ -28,7 +30,7 @@ def load_embedding_and_head(target: Target) -> EmbeddingAndHead:
     """Read the target's embedding and head.
 
     Raises:
-        TargetError: a shard has no such tensor, or the target is untied and has no head.
+        TargetError: a shard has no such tensor or is cut off, or the target is untied and has no head.
     """
     places = _find(target, (_EMBEDDING, _HEAD))
     if _EMBEDDING not in places:
@@ -60,10 +62,20 @@ def _find(target: Target, suffixes: tuple[str, ...]) -> dict[str, tuple[Path, st
 
 
 def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return list(file.keys())
 
 
 def _read(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
+    with _opened(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise TargetError(f"{path} cannot be read: {' '.join(str(error).split())}; copy it again") from error

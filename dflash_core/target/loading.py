@@ -75,12 +75,13 @@ def read_target_folder(folder: Path, *, name: str) -> Target:
         raise TargetError(f"{folder} has no readable config.json; target.model must be a folder of a model") from error
     except ValueError as error:
         raise TargetError(f"{folder}/config.json is not JSON: {error}") from error
+    config = read_model_config(data, where=str(folder / "config.json"))
     shards = _shards(folder)
     return Target(
         name=name,
         folder=folder,
         identity=_identity(folder, data, shards),
-        config=read_model_config(data),
+        config=config,
         shards=tuple(shards),
         size_bytes=sum((folder / shard).stat().st_size for shard in shards),
     )
@@ -104,7 +105,9 @@ def _shards(folder: Path) -> list[str]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a shard's name is a text")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise TargetError(f"{index} is not an index of shards: {error}") from error
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))

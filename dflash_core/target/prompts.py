@@ -41,7 +41,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         PromptError: the file is missing or empty, a line is malformed, or an id occurs twice.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a text may hold other line separators (U+2028), which JSON does not escape.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read the prompt file {str(path)!r}: {error}; set `prompts` in the config") from error
     prompts = [_parse(line, f"{path}:{number}", number) for number, line in enumerate(lines, 1) if line.strip()]
@@ -56,18 +57,32 @@ def _parse(line: str, where: str, number: int) -> Prompt:
         data = json.loads(line)
     except ValueError as error:
         raise PromptError(f"{where} is not JSON: {error}") from error
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise PromptError(f"{where} holds half of a character ({half!r}); write it whole") from error
     if not isinstance(data, dict):
         raise PromptError(f"{where} must be a JSON object, found {type(data).__name__}")
     unknown = sorted(set(data) - _KNOWN_KEYS)
     if unknown:
         raise PromptError(f"{where} has unknown keys {unknown}; known are {sorted(_KNOWN_KEYS)}")
-    group = data.get("group")
     return Prompt(
-        id=str(data.get("id", f"prompt-{number}")),
-        dataset=str(data.get("dataset", "default")),
-        group=None if group is None else str(group),
+        id=_name(data, "id", where) or f"prompt-{number}",
+        dataset=_name(data, "dataset", where) or "default",
+        group=_name(data, "group", where),
         messages=_messages(data, where),
     )
+
+
+def _name(data: dict[str, Any], key: str, where: str) -> str | None:
+    """Return a name as text, or None where it is left out or null."""
+    value = data.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise PromptError(f"{where}: `{key}` = {value!r} must be a text or a number")
+    return str(value)
 
 
 def _messages(data: dict[str, Any], where: str) -> tuple[tuple[str, str], ...]:

@@ -38,19 +38,32 @@ def load_model(target: Target, compute_dtype: str) -> Any:
 
     Raises:
         DoesNotFit: the weights in that dtype need more memory than is available; nothing was loaded.
-        TargetError: transformers cannot read the folder.
+        TargetError: transformers cannot read the folder, or a tensor is missing, cut off or of another shape.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     check_memory(target, compute_dtype)
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=DTYPES[compute_dtype], local_files_only=True, attn_implementation="sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            target.folder,
+            dtype=DTYPES[compute_dtype],
+            local_files_only=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"{target.folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    model, found = loaded
+    # transformers fills such gaps with random numbers and only warns.
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"{target.folder} lacks {len(missing)} tensors that its config calls for, first {missing[0]!r}; "
+            f"copy it again"
+        )
     model.eval()
     model.requires_grad_(False)
     model.register_forward_pre_hook(_count_forward_pass)

@@ -93,17 +93,22 @@ def render_prompts(target: Target, prompts: Sequence[Prompt], *, thinking: bool,
 
     Raises:
         TargetError: the tokenizer has no chat template.
-        PromptError: a prompt and its continuation do not fit the target's context.
+        PromptError: the template refuses a prompt, or it and its continuation do not fit the target's context.
     """
+    from jinja2 import TemplateError
+
     tokenizer = load_tokenizer(target)
     if not tokenizer.chat_template:
         raise TargetError(f"the tokenizer in {target.folder} has no chat template; instruction-tuned targets have one")
     rendered = []
     for prompt in prompts:
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
+            )
+        except TemplateError as error:
+            raise PromptError(f"the target's chat template refuses prompt {prompt.id!r}: {error}") from error
         rendered.append(RenderedPrompt(id=prompt.id, prompt_ids=tuple(int(token) for token in ids)))
     _check_lengths(target, rendered, max_new_tokens)
     return Rendering(
@@ -138,7 +143,9 @@ def _stop_token_ids(target: Target, tokenizer: Any) -> tuple[int, ...]:
         if not path.exists():
             continue
         data = json.loads(path.read_text(encoding="utf-8"))
-        found = data.get("eos_token_id", (data.get("text_config") or {}).get("eos_token_id"))
+        found = data.get("eos_token_id")
+        if found is None:
+            found = (data.get("text_config") or {}).get("eos_token_id")
         if found is not None:
             return tuple(sorted({found} if isinstance(found, int) else set(found)))
     if tokenizer.eos_token_id is None:

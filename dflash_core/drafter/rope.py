@@ -1,0 +1,67 @@
+"""The drafter's rotary embedding, from the old form of draft configs (`rope_theta`) or the new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_core.drafter.facts import FactReader
+from dflash_core.errors import DraftConfigError, UnsupportedCheckpoint
+
+# Those whose frequencies do not depend on the length of the text, and what each cannot do without.
+_ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def read_rope(reader: FactReader) -> dict[str, Any]:
+    """Return the RoPE settings from either form; what is stated twice must agree.
+
+    Raises:
+        DraftConfigError: theta is missing or malformed, or two places contradict.
+        UnsupportedCheckpoint: a kind of RoPE that is not supported.
+    """
+    parameters = _with_rope_type(reader.find("rope_parameters", dict) or {}, reader)
+    scaling = _with_rope_type(reader.find("rope_scaling", dict) or {}, reader)
+    if scaling and parameters and any(parameters.get(key, value) != value for key, value in scaling.items()):
+        raise DraftConfigError(f"{reader.where}: rope_scaling {scaling!r} contradicts rope_parameters {parameters!r}")
+    parameters = {**scaling, **parameters}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UnsupportedCheckpoint(f"{reader.where}: rope parameters per layer type are not supported yet")
+    theta, inner = reader.find("rope_theta", float), parameters.get("rope_theta")
+    if inner is not None:
+        inner = reader.as_kind("rope_parameters.rope_theta", inner, float)
+    if theta is not None and inner is not None and theta != inner:
+        raise DraftConfigError(
+            f"{reader.where}: rope_theta = {theta!r} contradicts rope_parameters.rope_theta = {inner!r}; remove one"
+        )
+    if theta is None and inner is None:
+        raise DraftConfigError(f"{reader.where} lacks rope_theta, which the weights do not tell; add it")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedCheckpoint(
+            f"{reader.where}: partial_rotary_factor is not supported; drafters rotate whole heads"
+        )
+    parameters["rope_theta"] = inner if theta is None else theta
+    parameters.setdefault("rope_type", "default")
+    if parameters["rope_type"] not in _ROPE_TYPES:
+        raise UnsupportedCheckpoint(
+            f"{reader.where}: rope_type = {parameters['rope_type']!r} is not supported; {sorted(_ROPE_TYPES)} are"
+        )
+    for key in _ROPE_TYPES[parameters["rope_type"]]:
+        if key not in parameters:
+            raise DraftConfigError(f"{reader.where}: rope_type {parameters['rope_type']!r} needs {key}; add it")
+        reader.as_kind(f"rope_parameters.{key}", parameters[key], float)
+    reader.sources["rope"] = f"{reader.where}: " + ("rope_parameters" if inner is not None else "rope_theta")
+    return parameters
+
+
+def _with_rope_type(parameters: Mapping[str, Any], reader: FactReader) -> dict[str, Any]:
+    """Return RoPE settings with the old key `type` in its new place."""
+    renamed = dict(parameters)
+    old = renamed.pop("type", None)
+    if old is not None and renamed.setdefault("rope_type", old) != old:
+        raise DraftConfigError(f"{reader.where}: type and rope_type contradict in {dict(parameters)!r}; remove one")
+    return renamed
