@@ -46,7 +46,8 @@ def probe(options: argparse.Namespace) -> int:
     screen.print_table("Hosts", present.turn(present.report_rows(reports), by="host"))
     models = present.model_rows(reports)
     if models:
-        screen.print_table("Models", models)
+        named = [{"model": f"{row['host']}: {row['path']}", **row} for row in models]
+        screen.print_table("Models", present.turn(named, by="model"))
     if plan is not None:
         screen.print_table("Plan", present.turn(present.plan_rows(plan), by="stage"))
     else:

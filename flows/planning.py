@@ -14,6 +14,8 @@ from dflash_core.hosts.job import DrafterSize, Job, typical_drafter
 from dflash_core.hosts.plan import find_target, make_plan
 from dflash_core.hosts.report import HostReport
 from dflash_core.hosts.stages import Plan
+from dflash_core.store import Store
+from dflash_core.target.loading import find_converted
 from dflash_core.target.model_config import ModelConfig
 from dflash_core.target.prompts import load_prompts
 
@@ -39,16 +41,23 @@ def _job(config: Config, reports: Sequence[HostReport]) -> Job | str:
     model = config.target.model
     if model is None:
         return "no target is set; write target.model in the config"
+    converted = find_converted(model, Store(config.store))
     found = find_target(reports, model)
-    if found is None or found.config is None:
+    if converted is not None:
+        target, target_bytes = converted.config, converted.size_bytes
+    elif found is not None and found.config is not None:
+        target, target_bytes = found.config, found.weights_bytes or 0
+    elif model.endswith(".gguf"):
+        return f"the sizes of {model} are read when it is converted; run: dflash-eval prepare"
+    else:
         return f"no host holds the target {model!r} as a folder of a model; name its folder under hosts.*.models"
     draft_config = _draft_config(config)
     lengths = _token_counts(config)
     return Job(
-        target=found.config,
-        target_bytes=found.weights_bytes or 0,
+        target=target,
+        target_bytes=target_bytes,
         target_path=model,
-        drafter=_drafter_size(draft_config, found.config),
+        drafter=_drafter_size(draft_config, target),
         block_size=config.drafter.block_size or _find(draft_config, "block_size", _ASSUMED_BLOCK_SIZE),
         num_tokens=sum(lengths),
         longest_tokens=max(lengths),

@@ -6,9 +6,11 @@ and left quantised its forward pass is many times slower.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from dflash_core.errors import TargetError
 from dflash_core.store import Store, digest, file_sha256
 from dflash_core.target.model_config import ModelConfig, read_model_config
 
+KIND = "target"
 CONVERSION_VERSION = 1
 """Raised when the conversion of a GGUF file would write something else."""
 _SAMPLES_PER_FILE = 16
@@ -58,9 +61,22 @@ def resolve_target(model: str | None, store: Store) -> Target:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise TargetError(f"target.model = {model!r}: no such file; check the path")
-        converted = store.build("target", digest("gguf", CONVERSION_VERSION, file_sha256(path)), _converter(path))
+        converted = store.build(KIND, _gguf_key(path), _converter(path))
         return read_target_folder(converted.path, name=path.stem)
     return read_target_folder(_hub_folder(model), name=model)
+
+
+def find_converted(model: str, store: Store) -> Target | None:
+    """Return what a `.gguf` file was converted to, or None where it was not yet; converts nothing."""
+    path = Path(model).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    converted = store.find(KIND, _gguf_key(path))
+    return None if converted is None else read_target_folder(converted.path, name=path.stem)
+
+
+def _gguf_key(path: Path) -> str:
+    return digest("gguf", CONVERSION_VERSION, file_sha256(path))
 
 
 def read_target_folder(folder: Path, *, name: str) -> Target:
@@ -85,6 +101,13 @@ def read_target_folder(folder: Path, *, name: str) -> Target:
         shards=tuple(shards),
         size_bytes=sum((folder / shard).stat().st_size for shard in shards),
     )
+
+
+def quiet_transformers() -> None:
+    """Switch off transformers' own progress bars; the stages report their progress themselves."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _hub_folder(model: str) -> Path:
@@ -135,20 +158,32 @@ def _identity(folder: Path, config: Mapping[str, Any], shards: list[str]) -> str
     return digest("target", {key: value for key, value in config.items() if key not in ignored}, parts)
 
 
-def _converter(path: Path) -> Any:
+def _converter(path: Path) -> Callable[[Path], dict[str, Any]]:
     def convert(folder: Path) -> dict[str, Any]:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+        quiet_transformers()
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        model = AutoModelForCausalLM.from_pretrained(
-            **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    **where,
+                    quantization_config=GgufConfig(dequantize=True),
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                )
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        except Exception as error:  # a damaged file ends in whatever its reader stumbles over
+            raise TargetError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:300]}") from error
+        model, found = loaded
+        if found["missing_keys"]:
+            raise TargetError(f"{path} lacks tensors, first {min(found['missing_keys'])!r}; copy it again")
         # save_pretrained refuses what still says it is quantised.
-        model.hf_quantizer = None  # type: ignore[assignment]
+        model.hf_quantizer = None
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         return {"source": path.name}
 
     return convert

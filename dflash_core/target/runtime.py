@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_core.errors import DoesNotFit, TargetError
-from dflash_core.target.loading import Target
+from dflash_core.target.loading import Target, quiet_transformers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADROOM = 1.2
@@ -42,10 +42,9 @@ def load_model(target: Target, compute_dtype: str) -> Any:
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     check_memory(target, compute_dtype)
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             target.folder,

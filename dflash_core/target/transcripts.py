@@ -77,9 +77,13 @@ def load_tokenizer(target: Target) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise TargetError(f"{target.folder} has no readable tokenizer: {' '.join(str(error).split())[:200]}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # Where the files are missing, transformers makes up an empty tokenizer for some kinds of model.
+        raise TargetError(f"{target.folder} has no readable tokenizer: it knows no words; copy its tokenizer files too")
+    return tokenizer
 
 
 def render_prompts(target: Target, prompts: Sequence[Prompt], *, thinking: bool, max_new_tokens: int) -> Rendering:
@@ -123,6 +127,10 @@ def render_prompts(target: Target, prompts: Sequence[Prompt], *, thinking: bool,
 def _check_lengths(target: Target, rendered: Sequence[RenderedPrompt], max_new_tokens: int) -> None:
     limit = target.config.max_position_embeddings
     for prompt in rendered:
+        if not prompt.prompt_ids:
+            raise PromptError(
+                f"prompt {prompt.id!r} has no tokens under the target's chat template; check the template"
+            )
         needed = len(prompt.prompt_ids) + max_new_tokens
         if limit is not None and needed > limit:
             raise PromptError(

@@ -53,16 +53,26 @@ def write_tiny_target(folder: Path, family: str, *, seed: int = 0, tied: bool = 
 
 
 def add_tokenizer(folder: Path) -> None:
-    """Save a word-level tokenizer with a chat template beside a tiny target: token i is the word `wi`."""
+    """Save a word-level tokenizer with a chat template beside a tiny target: token i is the word `wi`.
+
+    Special tokens have names of their own: they are looked for inside words, and `w1` is a part of `w10`.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w3"))
+    special = {0: "<pad>", 1: "<bos>", 3: "<unk>", STOP_TOKEN_ID: "<stop>"}
+    words = Tokenizer(
+        WordLevel({special.get(token, f"w{token}"): token for token in range(VOCAB)}, unk_token=special[3])
+    )
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="w3", eos_token=f"w{STOP_TOKEN_ID}", pad_token="w0", bos_token="w1"
+        tokenizer_object=words,
+        unk_token=special[3],
+        eos_token=special[STOP_TOKEN_ID],
+        pad_token=special[0],
+        bos_token=special[1],
     )
     tokenizer.chat_template = (
         "{% for message in messages %}w10 {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w11{% endif %}"

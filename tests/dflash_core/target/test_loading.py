@@ -275,6 +275,24 @@ class TestGguf:
         assert resolve_target(str(tmp_path / "moved.gguf"), store).identity == target.identity
         assert converted.stat().st_mtime_ns == before, "found by content, not converted again"
 
+    @pytest.mark.parametrize("kind", ["cut off", "header cut off", "empty", "no gguf"])
+    def test_a_damaged_file_is_one_line_and_leaves_nothing_in_the_store(self, tmp_path: Path, kind: str) -> None:
+        whole = write_gguf(tmp_path / "whole.gguf", tiny.write_tiny_target(tmp_path / "llama", "llama")).read_bytes()
+        kinds = {"cut off": whole[: len(whole) // 2], "header cut off": whole[:100], "empty": b"", "no gguf": b"x" * 500}
+        (tmp_path / "bad.gguf").write_bytes(kinds[kind])
+        store = Store(tmp_path / "store")
+        with pytest.raises(TargetError, match=r"bad\.gguf cannot be read as GGUF") as refused:
+            resolve_target(str(tmp_path / "bad.gguf"), store)
+        assert "\n" not in str(refused.value)
+        assert list((store.root / "target").iterdir()) == []
+
+    def test_a_missing_tensor_is_named_and_not_made_up(self, tmp_path: Path) -> None:
+        source = tiny.write_tiny_target(tmp_path / "llama", "llama")
+        change_weights(source.folder, **{"model.layers.2.mlp.up_proj.weight": None})
+        path = write_gguf(tmp_path / "gap.gguf", source)
+        with pytest.raises(TargetError, match=r"lacks tensors, first 'model\.layers\.2\.mlp\.up_proj\.weight'"):
+            resolve_target(str(path), Store(tmp_path / "store"))
+
 
 def write_gguf(path: Path, target: Target) -> Path:
     """Write a tiny Llama as a GGUF file in float32, with a byte-level tokenizer."""
