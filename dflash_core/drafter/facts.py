@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,7 @@ class FactReader:
         """
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not is_finite:
             raise DraftConfigError(f"{self.where}: {key} = {value!r}, expected {_KIND_NAMES[kind]}")
         return value

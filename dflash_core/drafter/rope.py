@@ -44,7 +44,10 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
         raise UnsupportedCheckpoint(
             f"{reader.where}: partial_rotary_factor is not supported; drafters rotate whole heads"
         )
-    parameters["rope_theta"] = inner if theta is None else theta
+    theta = inner if theta is None else theta
+    if theta <= 0:
+        raise DraftConfigError(f"{reader.where}: rope_theta = {theta!r}, expected a number above 0")
+    parameters["rope_theta"] = theta
     parameters.setdefault("rope_type", "default")
     if parameters["rope_type"] not in _ROPE_TYPES:
         raise UnsupportedCheckpoint(

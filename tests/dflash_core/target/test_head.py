@@ -68,7 +68,7 @@ def test_they_are_found_in_whichever_shard_holds_them(tmp_path: Path, index: boo
     "prefix", ["model.visual", "mtp", "model.mtp.layers.0", "vision_tower.text", "audio_tower"]
 )
 def test_towers_for_vision_sound_and_extra_tokens_do_not_count(tmp_path: Path, prefix: str, index: bool) -> None:
-    others = {f"{prefix}.embed_tokens.weight": OTHER, f"{prefix}.lm_head.weight": OTHER}
+    others = {f"{prefix}.embed_tokens.weight": OTHER, f"{prefix}.lm_head.weight": OTHER + 1}
     tensors = {"model.language_model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}
     found = load_embedding_and_head(write(tmp_path, {}, others, tensors, index=index))
     assert torch.equal(found.embedding_VD, EMBEDDING)
