@@ -31,7 +31,11 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
     parameters = {**scaling, **parameters}
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedCheckpoint(f"{reader.where}: rope parameters per layer type are not supported yet")
-    theta, inner = reader.find("rope_theta", float), parameters.get("rope_theta")
+    for key, value in parameters.items():
+        if isinstance(value, float):
+            reader.as_kind(f"rope_parameters.{key}", value, float)
+    theta: Any = reader.find("rope_theta", float)
+    inner: Any = parameters.get("rope_theta")
     if inner is not None:
         inner = reader.as_kind("rope_parameters.rope_theta", inner, float)
     if theta is not None and inner is not None and theta != inner:

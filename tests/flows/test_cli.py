@@ -22,7 +22,7 @@ SLICE_KEYS |= {"ci_low", "ci_high", "survival"}
 def scored(tmp_path_factory: pytest.TempPathFactory, prefect_api: str) -> Setup:
     """A set-up whose two checkpoints were scored by the command."""
     setup = make_setup(tmp_path_factory.mktemp("cli") / "s", steps=(1, 2))
-    done = setup.cli("evaluate", str(setup.run / "step_1"), str(setup.run / "step_2"))
+    done = setup.process("evaluate", str(setup.run / "step_1"), str(setup.run / "step_2"))
     assert done.returncode == 0, done.stderr
     assert "Acceptance" in done.stdout
     return setup
@@ -41,7 +41,7 @@ def fails(setup: Setup, *arguments: str, status: int = 2) -> str:
 
 def test_evaluate_answers_a_known_checkpoint_without_prefect(scored: Setup) -> None:
     unusable = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
-    done = scored.cli("evaluate", str(scored.run / "step_1"), "--json", "--blocks", env=unusable)
+    done = scored.process("evaluate", str(scored.run / "step_1"), "--json", "--blocks", env=unusable)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)
     assert set(result) >= JSON_KEYS | {"walks"}
@@ -135,6 +135,7 @@ def test_prepare_is_found_again_by_evaluate(tmp_path: Path, prefect_api: str) ->
     assert not result["cached"]["run_drafter"]
 
 
+@pytest.mark.usefixtures("prefect_api")
 class TestBadInput:
     """One clear line, exit status 2, nothing lost."""
 
@@ -213,7 +214,24 @@ class TestBadInput:
         assert json.loads(done.stdout)["exit_status"] == 2
 
     def test_debug_shows_where(self, setup: Setup) -> None:
-        assert "Traceback" in setup.cli("inspect", "nowhere", "--debug").stderr
+        assert "Traceback" in setup.process("inspect", "nowhere", "--debug").stderr
+
+    def test_unknown_host_key(self, setup: Setup) -> None:
+        from tests.support.sftp_server import RecordingSFTPServer
+
+        with RecordingSFTPServer(setup.folder / "runs") as server:
+            empty = setup.folder / "known_hosts"
+            empty.write_text("")
+            host = server.host_settings.model_dump(mode="json") | {"known_hosts": str(empty)}
+            setup.change_config(hosts={"training": host})
+            for command in (["evaluate", server.url("a/step_1")], ["watch", server.url("a"), "--once"]):
+                line = fails(setup, *command)
+                assert "host key" in line
+                assert "known_hosts" in line
+
+    def test_a_password_in_an_address_is_refused_and_not_shown(self, setup: Setup) -> None:
+        line = fails(setup, "evaluate", "ssh://me:secret@box/runs/a/step_1")
+        assert "secret" not in line
 
 
 def test_a_watch_over_ssh_scores_each_checkpoint_once_and_only_reads(tmp_path: Path, prefect_api: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -38,8 +40,21 @@ class Setup:
         weights = tiny.random_weights(config, target, seed=step if seed is None else seed)[1]
         return tiny.write_drafter(self.run / f"step_{step}", config, weights)
 
-    def cli(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run `dflash-eval` in a process of its own with this configuration."""
+    def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `dflash-eval` with this configuration, in this process: the imports are the slowest part of it."""
+        from flows.cli import main
+
+        command = [*arguments, "--config", str(self.config)]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main(command)
+            except SystemExit as ended:  # argparse ends the process when the arguments are wrong
+                status = int(ended.code or 0)
+        return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
+
+    def process(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `dflash-eval` with this configuration in a process of its own."""
         command = [sys.executable, "-m", "flows.cli", *arguments, "--config", str(self.config)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"} | (env or {})
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)

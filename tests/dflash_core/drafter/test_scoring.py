@@ -1,0 +1,401 @@
+"""Scoring: the head is asked little and says the same, and rows and walks are what a plain loop gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dflash_core import progress
+from dflash_core.drafter import scoring
+from dflash_core.drafter.model import Anchors, Drafter
+from dflash_core.drafter.scoring import TIE_MARGIN, Head, judge_blocks, score_transcripts
+from dflash_core.results.records import BLOCK_SCHEMA
+from dflash_core.store import Store
+from dflash_core.target.head import load_embedding_and_head
+from dflash_core.target.hidden_states import extract_hidden_states
+from dflash_core.target.runtime import load_model
+from dflash_core.target.transcripts import RenderedPrompt, Transcript, generate
+from tests.support import tiny
+
+VOCAB = 6
+TOKENS = st.integers(0, VOCAB - 1)
+Row = dict[str, Any]
+
+
+class ScriptedDrafter:
+    """Stands in for the drafter: at each anchor of each transcript it drafts what a script says.
+
+    The context of a transcript is its number, and a drafted token is a hidden row with a one at its
+    place, which a head of ones on the diagonal turns back into the token.
+    """
+
+    def __init__(self, script: Sequence[Sequence[Sequence[int]]], prompts: Sequence[int], *, block_size: int) -> None:
+        self.script = script
+        self.prompts = prompts
+        self.spec = SimpleNamespace(block_size=block_size, output_multiplier=1.0, final_logit_softcapping=None)
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.drafted: list[tuple[int, int]] = []
+        """Every (transcript, response index) that was drafted from."""
+
+    def read_context(self, features_TF: Tensor) -> int:
+        return int(features_TF)
+
+    def draft_hidden(self, contexts: Sequence[int], anchors: Sequence[Anchors], num_slots: int) -> list[Tensor]:
+        parts = []
+        for number, chosen in zip(contexts, anchors, strict=True):
+            hidden = torch.full((len(chosen.position_A), num_slots, VOCAB), -1.0)
+            for row, position in enumerate(chosen.position_A.tolist()):
+                index = position - self.prompts[number]
+                self.drafted.append((number, index))
+                for slot, token in enumerate(self.script[number][index][: num_slots - 1], 1):
+                    hidden[row, slot, token] = 1.0
+            parts.append(hidden)
+        return parts
+
+
+def diagonal_head(drafter: Any) -> Head:
+    return Head(torch.eye(VOCAB), drafter)
+
+
+def transcript(number: int, num_prompt: int, response: Sequence[int]) -> Transcript:
+    return Transcript(id=f"p{number}", prompt_ids=(0,) * num_prompt, response_ids=tuple(response), stop_reason="stop")
+
+
+def score(
+    drafter: Any, transcripts: Sequence[Transcript], margins: Tensor | None = None, *, anchors: str, block_size: int, limit: int
+) -> list[Row]:
+    if margins is None:
+        margins = torch.full((sum(one.num_tokens for one in transcripts),), math.inf)
+    return score_transcripts(
+        drafter,
+        diagonal_head(drafter),
+        transcripts,
+        lambda index: torch.tensor(index),
+        margins,
+        block_size=block_size,
+        max_new_tokens=limit,
+        anchors=anchors,
+    )
+
+
+def plain_rows(response: Sequence[int], script: Sequence[Sequence[int]], block_size: int, limit: int) -> list[Row]:
+    """Return one row per anchor by the plainest loop."""
+    rows: list[Row] = []
+    for index in range(len(response) - 1):
+        drafted = min(block_size, limit - index) - 1
+        available = min(drafted, len(response) - 1 - index)
+        accepted = 0
+        while accepted < available and script[index][accepted] == response[index + 1 + accepted]:
+            accepted += 1
+        emitted = min(accepted + 1, len(response) - 1 - index)
+        rows.append({
+            "anchor_index": index,
+            "num_drafted": drafted,
+            "num_available": available,
+            "num_accepted_drafts": accepted,
+            "num_emitted_tokens": emitted,
+        })  # fmt: skip
+    index = step = 0
+    while index < len(response) - 1:
+        rows[index]["walk_step"] = step
+        index, step = index + rows[index]["num_emitted_tokens"], step + 1
+    return rows
+
+
+@st.composite
+def scripted(draw: st.DrawFn) -> tuple[list[Transcript], ScriptedDrafter, int]:
+    """Draw transcripts, a drafter that is right more often than not, and the limit of the responses."""
+    block_size = draw(st.integers(1, 5))
+    limit = draw(st.integers(1, 9))
+    transcripts, script = [], []
+    for number in range(draw(st.integers(1, 4))):
+        response = draw(st.lists(TOKENS, max_size=limit))
+        transcripts.append(transcript(number, draw(st.integers(1, 3)), response))
+        endless = [*response, *([0] * block_size)]
+        script.append([
+            [token if draw(st.integers(0, 3)) else draw(TOKENS) for token in endless[index + 1 : index + block_size]]
+            for index in range(len(response))
+        ])  # fmt: skip
+    prompts = [len(one.prompt_ids) for one in transcripts]
+    return transcripts, ScriptedDrafter(script, prompts, block_size=block_size), limit
+
+
+class TestScoring:
+    @settings(max_examples=150, deadline=None)
+    @given(scripted())
+    def test_rows_of_every_anchor_are_those_of_a_plain_loop(self, drawn: tuple[list[Transcript], ScriptedDrafter, int]) -> None:
+        transcripts, drafter, limit = drawn
+        block_size = drafter.spec.block_size
+        rows = score(drafter, transcripts, anchors="all", block_size=block_size, limit=limit)
+        expected = [
+            {"prompt_id": one.id, "walk_step": None} | row
+            for number, one in enumerate(transcripts)
+            for row in plain_rows(one.response_ids, drafter.script[number], block_size, limit)
+        ]
+        keys = list(expected[0]) if expected else []
+        assert [{key: row[key] for key in keys} for row in rows] == expected
+        assert all(row["is_on_walk"] == (row["walk_step"] is not None) for row in rows)
+        assert all(set(row) == set(BLOCK_SCHEMA) for row in rows)
+
+    @settings(max_examples=100, deadline=None)
+    @given(scripted())
+    def test_the_walk_alone_gives_the_same_rows_and_drafts_nowhere_else(
+        self, drawn: tuple[list[Transcript], ScriptedDrafter, int]
+    ) -> None:
+        transcripts, drafter, limit = drawn
+        block_size = drafter.spec.block_size
+        every = score(drafter, transcripts, anchors="all", block_size=block_size, limit=limit)
+        drafter.drafted.clear()
+        walk = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit)
+        assert walk == [row for row in every if row["is_on_walk"]]
+        assert sorted(drafter.drafted) == sorted((int(row["prompt_id"][1:]), row["anchor_index"]) for row in walk)
+
+    @pytest.mark.parametrize("anchors", ["walk", "all"])
+    def test_a_drafter_that_is_always_right_fills_whole_blocks(self, anchors: str) -> None:
+        response = [1, 2, 3, 4, 5, 1, 2, 3, 4]
+        script = [[*response, 0, 0, 0][index + 1 : index + 4] for index in range(9)]
+        drafter = ScriptedDrafter([script], [2], block_size=4)
+        rows = score(drafter, [transcript(0, 2, response)], anchors=anchors, block_size=4, limit=20)
+        walk = [row for row in rows if row["is_on_walk"]]
+        assert [row["num_emitted_tokens"] for row in walk] == [4, 4]
+        assert [row["num_accepted_drafts"] for row in walk] == [3, 3]
+        assert {row["miss_rank"] for row in rows} == {None}
+
+    def test_responses_of_no_token_and_of_one_have_no_block(self) -> None:
+        """The first token is the target's own; nothing is drafted after the last."""
+        transcripts = [transcript(0, 2, []), transcript(1, 1, [3]), transcript(2, 1, [3, 4])]
+        drafter = ScriptedDrafter([[], [[0]], [[0], [0]]], [2, 1, 1], block_size=2)
+        for anchors in ("walk", "all"):
+            rows = score(drafter, transcripts, anchors=anchors, block_size=2, limit=8)
+            assert [(row["prompt_id"], row["anchor_index"]) for row in rows] == [("p2", 0)]
+
+    def test_tokens_after_the_stop_token_are_never_counted(self) -> None:
+        """Response a, stop and a block of 6: four of the five drafts lie beyond the text, and match nothing."""
+        drafter = ScriptedDrafter([[[5, 0, 0, 0, 0], []]], [1], block_size=6)
+        (row,) = score(drafter, [transcript(0, 1, [1, 5])], anchors="walk", block_size=6, limit=64)
+        assert (row["num_drafted"], row["num_available"]) == (5, 1)
+        assert (row["num_accepted_drafts"], row["num_emitted_tokens"]) == (1, 1)
+
+    @pytest.mark.parametrize("group_tokens", [1, 12, 10_000])
+    @pytest.mark.parametrize("anchors", ["walk", "all"])
+    def test_groups_of_transcripts_give_the_same_rows(
+        self, monkeypatch: pytest.MonkeyPatch, group_tokens: int, anchors: str
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        responses = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (7, 1, 5, 9)]
+        script = [[[*response, 0, 0][index + 1 : index + 3] for index in range(len(response))] for response in responses]
+        script[2][1] = [9 % VOCAB, 0]
+        transcripts = [transcript(number, number + 1, response) for number, response in enumerate(responses)]
+        margins = torch.rand(sum(one.num_tokens for one in transcripts), generator=generator) * 3 * TIE_MARGIN
+        drafter = ScriptedDrafter(script, [1, 2, 3, 4], block_size=3)
+
+        def rows() -> list[Row]:
+            return score(drafter, transcripts, margins, anchors=anchors, block_size=3, limit=9)
+
+        expected = rows()
+        monkeypatch.setattr(scoring, "_GROUP_TOKENS", group_tokens)
+        monkeypatch.setattr(scoring, "_ANCHORS_AT_ONCE", 2)
+        assert rows() == expected
+        assert {row["is_near_tie"] for row in expected} == {True, False}, "margins are taken at each transcript's own place"
+
+    @pytest.mark.parametrize("anchors", ["walk", "all"])
+    def test_progress_rises_to_the_total(self, anchors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scoring, "_GROUP_TOKENS", 8)
+        transcripts = [transcript(number, 1, [1, 2, 3, 4, 5]) for number in range(3)]
+        drafter = ScriptedDrafter([[[0]] * 5] * 3, [1, 1, 1], block_size=2)
+        told: list[tuple[str, float, float]] = []
+        with progress.listening(lambda *report: told.append(report)):
+            score(drafter, transcripts, anchors=anchors, block_size=2, limit=9)
+        assert {stage for stage, _, _ in told} == {"run_drafter"}
+        assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+        assert told[-1][1:] == (12, 12)
+
+
+class TestNearTies:
+    """Response t0..t4 after a prompt of 2; margin n belongs to the target's choice of token n + 1."""
+
+    def rows(self, margins: list[float], script: list[list[int]]) -> dict[int, bool]:
+        drafter = ScriptedDrafter([script], [2], block_size=3)
+        rows = score(
+            drafter, [transcript(0, 2, [1, 2, 3, 4, 5])], torch.tensor(margins), anchors="all", block_size=3, limit=9
+        )
+        return {row["anchor_index"]: row["is_near_tie"] for row in rows}
+
+    RIGHT = [[2, 3], [3, 4], [4, 5], [5, 0], [0, 0]]
+    WRONG = [[0, 0]] * 5
+
+    @pytest.mark.parametrize(
+        ("place", "wrong", "right"),
+        [
+            (1, [], []),  # chose t0, the prefill's token: no block decided it
+            (2, [0], [0]),  # chose t1: the first draft of anchor 0
+            (3, [1], [0, 1]),  # chose t2: the bonus or second draft of 0, the first of 1
+            (4, [2], [0, 1, 2]),  # chose t3: the bonus of a whole block at 0
+            (5, [3], [1, 2, 3]),  # chose t4: the last of the text
+            (6, [], []),
+        ],
+    )
+    def test_a_block_is_flagged_when_a_choice_that_decided_it_was_close(
+        self, place: int, wrong: list[int], right: list[int]
+    ) -> None:
+        margins = [math.inf] * 7
+        margins[place] = TIE_MARGIN / 2
+        assert [anchor for anchor, tie in self.rows(margins, self.WRONG).items() if tie] == wrong
+        assert [anchor for anchor, tie in self.rows(margins, self.RIGHT).items() if tie] == right
+
+    @pytest.mark.parametrize(
+        ("margin", "is_tie"), [(TIE_MARGIN * 1.01, False), (TIE_MARGIN * 0.99, True), (0.0, True), (-5.0, True)]
+    )
+    def test_the_margin_decides_and_a_choice_against_the_target_is_a_tie(self, margin: float, is_tie: bool) -> None:
+        assert self.rows([math.inf, math.inf, margin, *[math.inf] * 4], self.WRONG)[0] is is_tie
+
+
+def plain_judgement(logits_KV: Tensor, reference: Sequence[int], available: int) -> tuple[int, int]:
+    """Return accepted drafts and the rank of the target's token at the first miss, from all logits."""
+    for slot in range(1, available + 1):
+        row = logits_KV[slot].tolist()
+        token = reference[slot - 1]
+        if row.index(max(row)) != token:
+            return slot - 1, sum(value >= row[token] for value in row)
+    return available, 0
+
+
+class TestJudging:
+    def drafter(self, **facts: Any) -> Any:
+        spec = SimpleNamespace(**({"output_multiplier": 1.0, "final_logit_softcapping": None} | facts))
+        return SimpleNamespace(spec=spec, device=torch.device("cpu"), dtype=torch.float32)
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([1, 2, 100]), st.data())
+    def test_asking_only_what_matters_equals_asking_everything(
+        self, num_anchors: int, num_slots: int, seed: int, rows_at_once: int, data: st.DataObject
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randint(-3, 4, (num_anchors, num_slots, 4), generator=generator).float()
+        head = Head(torch.randint(-2, 3, (VOCAB, 4), generator=generator).float(), self.drafter())
+        head._rows_at_once = rows_at_once
+        logits = head.logits(hidden.flatten(0, 1)).view(num_anchors, num_slots, VOCAB)
+        best = logits.argmax(dim=-1)[:, 1:]
+        noise = torch.randint(0, VOCAB, best.shape, generator=generator)
+        reference = torch.where(torch.rand(best.shape, generator=generator) < 0.7, best, noise)
+        available = [data.draw(st.integers(0, num_slots - 1)) for _ in range(num_anchors)]
+        judged = judge_blocks(head, hidden, reference, torch.tensor(available, dtype=torch.long))
+        expected = [
+            plain_judgement(logits[row], reference[row].tolist(), available[row]) for row in range(num_anchors)
+        ]
+        assert list(zip(judged.accepted_A.tolist(), judged.miss_rank_A.tolist(), strict=True)) == expected
+
+    def test_the_rank_of_the_targets_token_by_hand(self) -> None:
+        """Slot 1 is right; slot 2 chose token 3 where the target says 0, the third best."""
+        logits = torch.tensor([[0.0, 0, 0, 0, 0, 0], [0, 9, 0, 0, 0, 0], [5, 1, 7, 8, 2, 3], [9, 0, 0, 0, 0, 0]])
+        head = Head(torch.eye(VOCAB), self.drafter())
+        judged = judge_blocks(head, logits[None], torch.tensor([[1, 0, 0]]), torch.tensor([3]))
+        assert (judged.accepted_A.tolist(), judged.miss_rank_A.tolist()) == ([1], [3])
+
+    def test_the_head_is_not_asked_after_a_miss_or_beyond_the_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        head = Head(torch.eye(VOCAB), self.drafter())
+        asked: list[int] = []
+        logits = head.logits
+        monkeypatch.setattr(head, "logits", lambda rows: asked.append(len(rows)) or logits(rows))
+        hidden = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 3], [0, 5, 2, 3], [0, 1, 2, 3]]), VOCAB).float()
+        reference = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 0, 0]])
+        judged = judge_blocks(head, hidden, reference, torch.tensor([3, 3, 1]))
+        assert judged.accepted_A.tolist() == [3, 0, 1]
+        assert asked == [3, 1, 1], "three blocks, then only the one that is still right and inside the text"
+
+    @given(st.integers(0, 10**6), st.floats(0.01, 3.0), st.none() | st.floats(10.0, 50.0))
+    def test_scaling_and_soft_capping_leave_the_choice_alone(self, seed: int, multiplier: float, cap: float | None) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        weight, hidden = torch.randn(VOCAB, 8, generator=generator), torch.randn(5, 8, generator=generator)
+        plain = Head(weight, self.drafter())
+        changed = Head(weight, self.drafter(output_multiplier=multiplier, final_logit_softcapping=cap))
+        assert torch.equal(changed.choose(hidden), plain.choose(hidden))
+        expected = plain.logits(hidden).double() * multiplier
+        if cap is not None:
+            expected = cap * torch.tanh(expected / cap)
+        torch.testing.assert_close(changed.logits(hidden).double(), expected, atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+    def test_the_choice_does_not_depend_on_the_slices(self, rows_at_once: int) -> None:
+        head = Head(torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(0)), self.drafter())
+        hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
+        expected = (hidden @ head._weight_VD.T).argmax(dim=1)
+        head._rows_at_once = rows_at_once
+        assert torch.equal(head.choose(hidden), expected)
+        assert head.choose(hidden[:0]).tolist() == []
+
+
+class TestRealDrafter:
+    """A random drafter on a random target: it hits by chance alone."""
+
+    @pytest.fixture(scope="class")
+    def rows_of(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        folder = tmp_path_factory.mktemp("real")
+        target = tiny.write_tiny_target(folder / "target", "qwen3")
+        generator = torch.Generator().manual_seed(2)
+        prompts = [
+            RenderedPrompt(id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (6 + number,), generator=generator).tolist()))
+            for number in range(3)
+        ]
+        transcripts = generate(
+            load_model(target, "float32"), prompts, stop_token_ids=[], max_new_tokens=40, batch_size=3
+        )
+        spec, weights = tiny.random_weights(tiny.draft_config(target), target)
+        states = extract_hidden_states(
+            Store(folder / "store"), target, transcripts, spec.target_layer_ids, compute_dtype="float32", store_dtype="float32"
+        )
+        vectors = load_embedding_and_head(target)
+        drafter = Drafter(spec, weights, vectors.embedding_VD, device=torch.device("cpu"), dtype=torch.float32)
+
+        def rows(anchors: str) -> list[Row]:
+            return score_transcripts(
+                drafter,
+                Head(vectors.head_VD, drafter),
+                transcripts,
+                lambda index: tiny.features_of(spec, transcripts, states, index),
+                states.load_margins(),
+                block_size=8,
+                max_new_tokens=40,
+                anchors=anchors,
+            )
+
+        return rows
+
+    def test_its_acceptance_length_is_near_one(self, rows_of: Any) -> None:
+        """With 160 tokens a hit has odds of about 1 in 160, so one in some 100 blocks is likely and ten are not."""
+        emitted = [row["num_emitted_tokens"] for row in rows_of("walk")]
+        assert len(emitted) > 90
+        assert 1.0 <= sum(emitted) / len(emitted) < 1.1
+
+    def test_the_targets_token_is_ranked_all_over_the_vocabulary(self, rows_of: Any) -> None:
+        ranks = [row["miss_rank"] for row in rows_of("all") if row["miss_rank"] is not None]
+        assert min(ranks) >= 2, "rank 1 is no miss"
+        assert max(ranks) <= tiny.VOCAB
+        assert 50 < sum(ranks) / len(ranks) < 110, "no better than chance, which is 80"
+
+    def test_slices_and_groups_change_no_row(self, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = rows_of("all")
+        monkeypatch.setattr(scoring, "_GROUP_TOKENS", 1)
+        monkeypatch.setattr(scoring, "_ANCHORS_AT_ONCE", 5)
+        monkeypatch.setattr("dflash_core.drafter.model.SCORE_BUDGET_ELEMENTS", 1000)
+        assert rows_of("all") == expected
+        assert rows_of("walk") == [row for row in expected if row["is_on_walk"]]
+
+
+def test_an_unknown_mode_or_block_size_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    drafter = ScriptedDrafter([[[0]]], [1], block_size=2)
+    with pytest.raises(AssertionError):
+        score(drafter, [transcript(0, 1, [1, 2])], anchors="some", block_size=2, limit=4)
+    for block_size in (0, 3):
+        with pytest.raises(AssertionError):
+            score(drafter, [transcript(0, 1, [1, 2])], anchors="all", block_size=block_size, limit=4)
