@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_core import evaluation, stages
@@ -17,9 +16,7 @@ from dflash_core.drafter.device import place_drafter
 from dflash_core.drafter.model import Anchors, Drafter
 from dflash_core.errors import InputError
 from dflash_core.store import Store
-from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
-from dflash_core.target.head import load_embedding_and_head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +64,11 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
     transcripts = written.read_transcripts(written_artifact)
     chosen = _choose(transcripts, prompt_id)
     spec = evaluation.read_spec(inspection, config, plan.target.config)
-    states = hidden.find_hidden_states(
-        store,
-        plan.target,
-        written.transcripts_digest(transcripts),
-        spec.target_layer_ids,
-        compute_dtype=plan.compute_dtype,
-        store_dtype=plan.store_dtype,
-    )
+    states = stages.find_states(config, plan, written_artifact.meta["digest"], spec.target_layer_ids)
     if states is None:
         raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
     placement = place_drafter(config.device, spec)
-    embedding_VD, head_VD = load_embedding_and_head(plan.target)
-    tensors = load_file(weights.file(stages.WEIGHTS_NAME))
-    drafter = Drafter(spec, tensors, embedding_VD, device=placement.device, dtype=placement.dtype)
+    drafter, head = stages.load_drafter(plan, weights, spec, device=placement.device, dtype=placement.dtype)
     first = sum(transcript.num_tokens for transcript in transcripts[:chosen])
     end = first + transcripts[chosen].num_tokens
     features_TF = torch.cat([states.load_layer(layer)[first:end] for layer in spec.target_layer_ids], dim=-1)
@@ -88,7 +76,7 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
     block_size = config.drafter.block_size or spec.block_size
     blocks = _walk(
         drafter,
-        scoring.Head(head_VD, drafter),
+        head,
         transcripts[chosen],
         features_TF,
         tokenizer,

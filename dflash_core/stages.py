@@ -144,9 +144,18 @@ def hidden_states_key(plan: TargetPlan, transcripts: str, layers: tuple[int, ...
     return digest([hidden.layer_key(plan.target, transcripts, part, **dtypes) for part in parts])
 
 
-def hidden_states_are_whole(config: Config, plan: TargetPlan, transcripts: str, layers: tuple[int, ...]) -> bool:
-    """Tell whether the store holds every part that a drafter's layers need."""
-    found = hidden.find_hidden_states(
+def find_states(
+    config: Config, plan: TargetPlan, transcripts: str, layers: tuple[int, ...]
+) -> hidden.HiddenStates | None:
+    """Return the stored states that a drafter's layers need, or None where a part is missing.
+
+    Args:
+        config: names the store.
+        plan: the target and its dtypes.
+        transcripts: digest of the transcripts.
+        layers: 0-based decoder layers.
+    """
+    return hidden.find_hidden_states(
         Store(config.store),
         plan.target,
         transcripts,
@@ -154,7 +163,6 @@ def hidden_states_are_whole(config: Config, plan: TargetPlan, transcripts: str, 
         compute_dtype=plan.compute_dtype,
         store_dtype=plan.store_dtype,
     )
-    return found is not None
 
 
 def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
@@ -203,14 +211,7 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
     def write(folder: Path) -> dict[str, Any]:
         plan = plan_target(config)
         transcripts = read_transcripts(config, plan)
-        states = hidden.find_hidden_states(
-            store,
-            plan.target,
-            written.transcripts_digest(transcripts),
-            drafter.target_layer_ids,
-            compute_dtype=plan.compute_dtype,
-            store_dtype=plan.store_dtype,
-        )
+        states = find_states(config, plan, written.transcripts_digest(transcripts), drafter.target_layer_ids)
         weights = store.find(DRAFTER_KIND, drafter_artifact_key)
         if states is None or weights is None:
             raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store.root}; evaluate again")
@@ -230,11 +231,8 @@ def _score(
     drafter: DrafterSpec,
     spec: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    tensors = load_file(weights.file(WEIGHTS_NAME))
-    _check_finite(tensors)
     device, dtype = torch.device(spec["device"]), DTYPES[spec["drafter_dtype"]]
-    embedding_VD, head_VD = load_embedding_and_head(plan.target)
-    model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
+    model, head = load_drafter(plan, weights, drafter, device=device, dtype=dtype)
     layers = [states.load_layer(layer) for layer in drafter.target_layer_ids]
     ends = torch.tensor([transcript.num_tokens for transcript in transcripts]).cumsum(0).tolist()
     starts = [0, *ends]
@@ -244,7 +242,7 @@ def _score(
 
     return scoring.score_transcripts(
         model,
-        scoring.Head(head_VD, model),
+        head,
         transcripts,
         features_of,
         states.load_margins(),
@@ -252,6 +250,21 @@ def _score(
         max_new_tokens=spec["max_new_tokens"],
         anchors=spec["anchors"],
     )
+
+
+def load_drafter(
+    plan: TargetPlan, weights: Artifact, drafter: DrafterSpec, *, device: torch.device, dtype: torch.dtype
+) -> tuple[Drafter, scoring.Head]:
+    """Load a streamed drafter and the target's embedding and head, ready to draft.
+
+    Raises:
+        UnsupportedCheckpoint: its weights hold NaN or infinity.
+    """
+    tensors = load_file(weights.file(WEIGHTS_NAME))
+    _check_finite(tensors)
+    embedding_VD, head_VD = load_embedding_and_head(plan.target)
+    model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
+    return model, scoring.Head(head_VD, model)
 
 
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:

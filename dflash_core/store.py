@@ -145,7 +145,7 @@ class Store:
             if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
-            _sync_folder(final.parent)
+            sync_folder(final.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -186,7 +186,8 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

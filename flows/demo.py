@@ -236,9 +236,8 @@ def _trainer_inputs(folder: Path, config: Config) -> Path:
     from safetensors.torch import save_file
 
     from dflash_core import evaluation, stages
-    from dflash_core.store import Store
-    from dflash_core.target import hidden_states, transcripts
     from dflash_core.target.head import load_embedding_and_head
+    from dflash_core.target.transcripts import transcripts_digest
 
     inputs = folder / "inputs"
     inputs.mkdir()
@@ -259,14 +258,7 @@ def _trainer_inputs(folder: Path, config: Config) -> Path:
     ]
     (inputs / "transcripts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     layers = evaluation.configured_layers(config, plan)
-    states = hidden_states.find_hidden_states(
-        Store(config.store),
-        plan.target,
-        transcripts.transcripts_digest(written),
-        layers,
-        compute_dtype=plan.compute_dtype,
-        store_dtype=plan.store_dtype,
-    )
+    states = stages.find_states(config, plan, transcripts_digest(written), layers)
     if states is None:
         raise DFlashEvalError(f"the hidden states vanished from the store {config.store}; start the demo again")
     for artifact in states.layers.values():

@@ -15,7 +15,7 @@ from tasks.caching import SERIALIZER, ArtifactPolicy
 def _states_are_whole(_kind: str, inputs: dict[str, Any]) -> bool:
     config = inputs["config"]
     plan = stages.plan_target(config)
-    return stages.hidden_states_are_whole(config, plan, inputs["transcripts"], tuple(inputs["layers"]))
+    return stages.find_states(config, plan, inputs["transcripts"], tuple(inputs["layers"])) is not None
 
 
 @task(

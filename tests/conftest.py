@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"

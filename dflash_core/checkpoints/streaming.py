@@ -25,6 +25,7 @@ from dflash_core.checkpoints.values import StreamedCheckpoint
 from dflash_core.checkpoints.zip_index import RangeReader, data_range
 from dflash_core.config import HostSettings
 from dflash_core.errors import CheckpointChanged, CheckpointCorrupt, DoesNotFit
+from dflash_core.store import sync_folder
 
 # Left free beside the new file, for everything else on that disk.
 DISK_RESERVE_BYTES = 64 << 20
@@ -233,7 +234,7 @@ def _new_file(destination: Path, size_bytes: int) -> Iterator[int]:
         yield descriptor
         os.fsync(descriptor)
         os.replace(temporary, destination)
-        _sync_folder(destination.parent)
+        sync_folder(destination.parent)
     finally:
         os.close(descriptor)
         with suppress(FileNotFoundError):
@@ -255,11 +256,3 @@ def _remove_leftovers(destination: Path) -> None:
         with suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

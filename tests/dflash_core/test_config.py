@@ -25,7 +25,8 @@ from dflash_core.errors import ConfigError
 DOCUMENTED = """
 run: null                     # name of the training run
 hosts:
-  training: {url: "ssh://me@train-box:22/data/runs/a", read_only: true, max_read_mb_s: 200, known_hosts: ~/.ssh/known_hosts}
+  training: {url: "ssh://me@train-box:22/data/runs/a", read_only: true, max_read_mb_s: 200,
+             known_hosts: ~/.ssh/known_hosts}
   cpu_box:  {url: "ssh://me@cpu-box", models: [/data/models]}
 target:
   model: /models/Qwen3.6-27B
@@ -156,7 +157,7 @@ class TestKeys:
 
     def test_a_configuration_cannot_be_changed_by_accident(self) -> None:
         with pytest.raises(ValidationError, match="frozen"):
-            Config().device = "cpu"  # type: ignore[misc]
+            Config().device = "cpu"
 
 
 class TestUnknownKeys:

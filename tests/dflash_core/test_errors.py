@@ -12,9 +12,7 @@ from dflash_core import errors
 from dflash_core.errors import DFlashEvalError, one_line
 
 CLASSES = {
-    name: value
-    for name, value in vars(errors).items()
-    if inspect.isclass(value) and issubclass(value, DFlashEvalError)
+    name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, DFlashEvalError)
 }
 # Everything else ends with 2: the user can put it right.
 ENDS_WITH_1 = {"DFlashEvalError", "ShapeMismatch", "ArtifactDamaged", "ResultsError"}

@@ -8,18 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 
-from dflash_core.config import load_config
-from dflash_core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotReady, DFlashEvalError
+from dflash_core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotReady
 from dflash_core.store import Store
 from dflash_core.target import runtime
-from tests.support import tiny
 from tests.support.scene import Setup, make_setup
 
 STAGES = ("stream_checkpoint", "write_transcripts", "extract_hidden_states", "run_drafter")

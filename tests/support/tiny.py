@@ -22,7 +22,7 @@ from dflash_core.target.transcripts import Transcript
 VOCAB = 160
 MASK_TOKEN_ID = 159
 STOP_TOKEN_ID = 7
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -74,9 +74,8 @@ def add_tokenizer(folder: Path) -> None:
         pad_token=special[0],
         bos_token=special[1],
     )
-    tokenizer.chat_template = (
-        "{% for message in messages %}w10 {{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w11{% endif %}"
-    )
+    turns = "{% for message in messages %}w10 {{ message['content'] }} {% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}w11{% endif %}"
     tokenizer.save_pretrained(folder)
 
 

@@ -60,7 +60,9 @@ class TestCounting:
         assert accepted([draft], [reference]) == [expected]
 
     @given(PAIRS)
-    def test_it_equals_a_plain_loop_and_lies_within_the_block(self, pair: tuple[list[list[int]], list[list[int]]]) -> None:
+    def test_it_equals_a_plain_loop_and_lies_within_the_block(
+        self, pair: tuple[list[list[int]], list[list[int]]]
+    ) -> None:
         drafts, references = pair
         counts = accepted(drafts, references)
         assert counts == [plain_prefix(*rows) for rows in zip(drafts, references, strict=True)]
@@ -208,7 +210,10 @@ def test_the_walk_counts_as_the_official_loop_counts(data: st.DataObject) -> Non
     stop = 2
     endless = data.draw(st.lists(TOKENS, min_size=20, max_size=20))
     drafts = [
-        [token if data.draw(st.integers(0, 3)) else data.draw(TOKENS) for token in endless[place + 1 : place + block_size]]
+        [
+            token if data.draw(st.integers(0, 3)) else data.draw(TOKENS)
+            for token in endless[place + 1 : place + block_size]
+        ]
         for place in range(max_new_tokens)
     ]
     end = next((place + 1 for place, token in enumerate(endless) if token == stop), max_new_tokens)

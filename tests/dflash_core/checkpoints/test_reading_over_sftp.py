@@ -430,7 +430,7 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(
 ) -> None:
     save_mixed(server.root / "c.pt", hidden=128)
     usage = os.statvfs(out.parent)
-    monkeypatch.setattr("dflash_core.checkpoints.streaming.DISK_RESERVE_BYTES", usage.f_bavail * usage.f_frsize)
+    monkeypatch.setattr("dflash_core.checkpoints.streaming.DISK_RESERVE_BYTES", usage.f_blocks * usage.f_frsize)
     with pytest.raises(DoesNotFit, match="GB are free"):
         stream_checkpoint(server.url("c.pt"), out, hosts=hosts)
     assert server.bytes_sent < 150_000

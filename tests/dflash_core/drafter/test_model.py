@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_spec(**changes: Any) -> DrafterSpec:
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "hidden_size": D,
         "intermediate_size": 20,
@@ -327,7 +327,10 @@ class TestWhatIsSeen:
     )
     def test_a_window_of_four_counts_the_row_itself(self, token: int, expected: list[bool]) -> None:
         """One sliding layer, anchor at 9: row j stands at 9 + j and sees back to 9 + j - 3."""
-        assert self.changed_rows(make_spec(num_hidden_layers=1, **SLIDING | {"layer_types": ["sliding_attention"]}), token) == expected
+        assert (
+            self.changed_rows(make_spec(num_hidden_layers=1, **SLIDING | {"layer_types": ["sliding_attention"]}), token)
+            == expected
+        )
 
     def test_a_token_before_the_window_never_matters_to_sliding_layers_alone(self) -> None:
         assert self.changed_rows(make_spec(**SLIDING), *range(6)) == [False] * BLOCK

@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash_core import progress
 from dflash_core.drafter import scoring
 from dflash_core.drafter.model import Anchors, Drafter
-from dflash_core.drafter.scoring import TIE_MARGIN, Head, judge_blocks, score_transcripts
+from dflash_core.drafter.scoring import TIE_MARGIN, Head, score_transcripts
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Store
 from dflash_core.target.head import load_embedding_and_head
@@ -72,7 +72,13 @@ def transcript(number: int, num_prompt: int, response: Sequence[int]) -> Transcr
 
 
 def score(
-    drafter: Any, transcripts: Sequence[Transcript], margins: Tensor | None = None, *, anchors: str, block_size: int, limit: int
+    drafter: Any,
+    transcripts: Sequence[Transcript],
+    margins: Tensor | None = None,
+    *,
+    anchors: str,
+    block_size: int,
+    limit: int,
 ) -> list[Row]:
     if margins is None:
         margins = torch.full((sum(one.num_tokens for one in transcripts),), math.inf)
@@ -133,7 +139,9 @@ def scripted(draw: st.DrawFn) -> tuple[list[Transcript], ScriptedDrafter, int]:
 class TestScoring:
     @settings(max_examples=150, deadline=None)
     @given(scripted())
-    def test_rows_of_every_anchor_are_those_of_a_plain_loop(self, drawn: tuple[list[Transcript], ScriptedDrafter, int]) -> None:
+    def test_rows_of_every_anchor_are_those_of_a_plain_loop(
+        self, drawn: tuple[list[Transcript], ScriptedDrafter, int]
+    ) -> None:
         transcripts, drafter, limit = drawn
         block_size = drafter.spec.block_size
         rows = score(drafter, transcripts, anchors="all", block_size=block_size, limit=limit)
@@ -193,7 +201,9 @@ class TestScoring:
     ) -> None:
         generator = torch.Generator().manual_seed(1)
         responses = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (7, 1, 5, 9)]
-        script = [[[*response, 0, 0][index + 1 : index + 3] for index in range(len(response))] for response in responses]
+        script = [
+            [[*response, 0, 0][index + 1 : index + 3] for index in range(len(response))] for response in responses
+        ]
         script[2][1] = [9 % VOCAB, 0]
         transcripts = [transcript(number, number + 1, response) for number, response in enumerate(responses)]
         margins = torch.rand(sum(one.num_tokens for one in transcripts), generator=generator) * 3 * TIE_MARGIN
@@ -206,7 +216,9 @@ class TestScoring:
         monkeypatch.setattr(scoring, "_GROUP_TOKENS", group_tokens)
         monkeypatch.setattr(scoring, "_ANCHORS_AT_ONCE", 2)
         assert rows() == expected
-        assert {row["is_near_tie"] for row in expected} == {True, False}, "margins are taken at each transcript's own place"
+        assert {row["is_near_tie"] for row in expected} == {True, False}, (
+            "margins are taken at each transcript's own place"
+        )
 
     @pytest.mark.parametrize("anchors", ["walk", "all"])
     def test_progress_rises_to_the_total(self, anchors: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,116 +272,47 @@ class TestNearTies:
         assert self.rows([math.inf, math.inf, margin, *[math.inf] * 4], self.WRONG)[0] is is_tie
 
 
-def plain_judgement(logits_KV: Tensor, reference: Sequence[int], available: int) -> tuple[int, int]:
-    """Return accepted drafts and the rank of the target's token at the first miss, from all logits."""
-    for slot in range(1, available + 1):
-        row = logits_KV[slot].tolist()
-        token = reference[slot - 1]
-        if row.index(max(row)) != token:
-            return slot - 1, sum(value >= row[token] for value in row)
-    return available, 0
+@pytest.fixture(scope="module")
+def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("real")
+    target = tiny.write_tiny_target(folder / "target", "qwen3")
+    generator = torch.Generator().manual_seed(2)
+    prompts = [
+        RenderedPrompt(
+            id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (6 + number,), generator=generator).tolist())
+        )
+        for number in range(3)
+    ]
+    transcripts = generate(load_model(target, "float32"), prompts, stop_token_ids=[], max_new_tokens=40, batch_size=3)
+    spec, weights = tiny.random_weights(tiny.draft_config(target), target)
+    states = extract_hidden_states(
+        Store(folder / "store"),
+        target,
+        transcripts,
+        spec.target_layer_ids,
+        compute_dtype="float32",
+        store_dtype="float32",
+    )
+    vectors = load_embedding_and_head(target)
+    drafter = Drafter(spec, weights, vectors.embedding_VD, device=torch.device("cpu"), dtype=torch.float32)
 
+    def rows(anchors: str) -> list[Row]:
+        return score_transcripts(
+            drafter,
+            Head(vectors.head_VD, drafter),
+            transcripts,
+            lambda index: tiny.features_of(spec, transcripts, states, index),
+            states.load_margins(),
+            block_size=8,
+            max_new_tokens=40,
+            anchors=anchors,
+        )
 
-class TestJudging:
-    def drafter(self, **facts: Any) -> Any:
-        spec = SimpleNamespace(**({"output_multiplier": 1.0, "final_logit_softcapping": None} | facts))
-        return SimpleNamespace(spec=spec, device=torch.device("cpu"), dtype=torch.float32)
-
-    @settings(max_examples=150, deadline=None)
-    @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([1, 2, 100]), st.data())
-    def test_asking_only_what_matters_equals_asking_everything(
-        self, num_anchors: int, num_slots: int, seed: int, rows_at_once: int, data: st.DataObject
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        hidden = torch.randint(-3, 4, (num_anchors, num_slots, 4), generator=generator).float()
-        head = Head(torch.randint(-2, 3, (VOCAB, 4), generator=generator).float(), self.drafter())
-        head._rows_at_once = rows_at_once
-        logits = head.logits(hidden.flatten(0, 1)).view(num_anchors, num_slots, VOCAB)
-        best = logits.argmax(dim=-1)[:, 1:]
-        noise = torch.randint(0, VOCAB, best.shape, generator=generator)
-        reference = torch.where(torch.rand(best.shape, generator=generator) < 0.7, best, noise)
-        available = [data.draw(st.integers(0, num_slots - 1)) for _ in range(num_anchors)]
-        judged = judge_blocks(head, hidden, reference, torch.tensor(available, dtype=torch.long))
-        expected = [
-            plain_judgement(logits[row], reference[row].tolist(), available[row]) for row in range(num_anchors)
-        ]
-        assert list(zip(judged.accepted_A.tolist(), judged.miss_rank_A.tolist(), strict=True)) == expected
-
-    def test_the_rank_of_the_targets_token_by_hand(self) -> None:
-        """Slot 1 is right; slot 2 chose token 3 where the target says 0, the third best."""
-        logits = torch.tensor([[0.0, 0, 0, 0, 0, 0], [0, 9, 0, 0, 0, 0], [5, 1, 7, 8, 2, 3], [9, 0, 0, 0, 0, 0]])
-        head = Head(torch.eye(VOCAB), self.drafter())
-        judged = judge_blocks(head, logits[None], torch.tensor([[1, 0, 0]]), torch.tensor([3]))
-        assert (judged.accepted_A.tolist(), judged.miss_rank_A.tolist()) == ([1], [3])
-
-    def test_the_head_is_not_asked_after_a_miss_or_beyond_the_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        head = Head(torch.eye(VOCAB), self.drafter())
-        asked: list[int] = []
-        logits = head.logits
-        monkeypatch.setattr(head, "logits", lambda rows: asked.append(len(rows)) or logits(rows))
-        hidden = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 3], [0, 5, 2, 3], [0, 1, 2, 3]]), VOCAB).float()
-        reference = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 0, 0]])
-        judged = judge_blocks(head, hidden, reference, torch.tensor([3, 3, 1]))
-        assert judged.accepted_A.tolist() == [3, 0, 1]
-        assert asked == [3, 1, 1], "three blocks, then only the one that is still right and inside the text"
-
-    @given(st.integers(0, 10**6), st.floats(0.01, 3.0), st.none() | st.floats(10.0, 50.0))
-    def test_scaling_and_soft_capping_leave_the_choice_alone(self, seed: int, multiplier: float, cap: float | None) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        weight, hidden = torch.randn(VOCAB, 8, generator=generator), torch.randn(5, 8, generator=generator)
-        plain = Head(weight, self.drafter())
-        changed = Head(weight, self.drafter(output_multiplier=multiplier, final_logit_softcapping=cap))
-        assert torch.equal(changed.choose(hidden), plain.choose(hidden))
-        expected = plain.logits(hidden).double() * multiplier
-        if cap is not None:
-            expected = cap * torch.tanh(expected / cap)
-        torch.testing.assert_close(changed.logits(hidden).double(), expected, atol=1e-4, rtol=1e-4)
-
-    @pytest.mark.parametrize("rows_at_once", [1, 3, 100])
-    def test_the_choice_does_not_depend_on_the_slices(self, rows_at_once: int) -> None:
-        head = Head(torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(0)), self.drafter())
-        hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
-        expected = (hidden @ head._weight_VD.T).argmax(dim=1)
-        head._rows_at_once = rows_at_once
-        assert torch.equal(head.choose(hidden), expected)
-        assert head.choose(hidden[:0]).tolist() == []
+    return rows
 
 
 class TestRealDrafter:
     """A random drafter on a random target: it hits by chance alone."""
-
-    @pytest.fixture(scope="class")
-    def rows_of(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
-        folder = tmp_path_factory.mktemp("real")
-        target = tiny.write_tiny_target(folder / "target", "qwen3")
-        generator = torch.Generator().manual_seed(2)
-        prompts = [
-            RenderedPrompt(id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (6 + number,), generator=generator).tolist()))
-            for number in range(3)
-        ]
-        transcripts = generate(
-            load_model(target, "float32"), prompts, stop_token_ids=[], max_new_tokens=40, batch_size=3
-        )
-        spec, weights = tiny.random_weights(tiny.draft_config(target), target)
-        states = extract_hidden_states(
-            Store(folder / "store"), target, transcripts, spec.target_layer_ids, compute_dtype="float32", store_dtype="float32"
-        )
-        vectors = load_embedding_and_head(target)
-        drafter = Drafter(spec, weights, vectors.embedding_VD, device=torch.device("cpu"), dtype=torch.float32)
-
-        def rows(anchors: str) -> list[Row]:
-            return score_transcripts(
-                drafter,
-                Head(vectors.head_VD, drafter),
-                transcripts,
-                lambda index: tiny.features_of(spec, transcripts, states, index),
-                states.load_margins(),
-                block_size=8,
-                max_new_tokens=40,
-                anchors=anchors,
-            )
-
-        return rows
 
     def test_its_acceptance_length_is_near_one(self, rows_of: Any) -> None:
         """With 160 tokens a hit has odds of about 1 in 160, so one in some 100 blocks is likely and ten are not."""

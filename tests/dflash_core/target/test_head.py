@@ -35,7 +35,13 @@ def write(folder: Path, config: dict[str, Any], *files: dict[str, Tensor], index
 
 @pytest.mark.parametrize(
     ("tied", "has_head", "expected"),
-    [(False, True, HEAD), (None, True, HEAD), (None, False, EMBEDDING), (True, False, EMBEDDING), (True, True, EMBEDDING)],
+    [
+        (False, True, HEAD),
+        (None, True, HEAD),
+        (None, False, EMBEDDING),
+        (True, False, EMBEDDING),
+        (True, True, EMBEDDING),
+    ],
     ids=["untied", "not said, with head", "not said, without", "tied", "tied with a stale copy"],
 )
 def test_the_head_is_the_embedding_where_they_are_tied(
@@ -64,9 +70,7 @@ def test_they_are_found_in_whichever_shard_holds_them(tmp_path: Path, index: boo
 
 
 @pytest.mark.parametrize("index", [False, True], ids=["by their files", "by the index"])
-@pytest.mark.parametrize(
-    "prefix", ["model.visual", "mtp", "model.mtp.layers.0", "vision_tower.text", "audio_tower"]
-)
+@pytest.mark.parametrize("prefix", ["model.visual", "mtp", "model.mtp.layers.0", "vision_tower.text", "audio_tower"])
 def test_towers_for_vision_sound_and_extra_tokens_do_not_count(tmp_path: Path, prefix: str, index: bool) -> None:
     others = {f"{prefix}.embed_tokens.weight": OTHER, f"{prefix}.lm_head.weight": OTHER + 1}
     tensors = {"model.language_model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}

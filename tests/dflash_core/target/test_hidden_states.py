@@ -113,7 +113,9 @@ class Scene:
 def make_scene(target: Target, store: Store) -> Scene:
     generator = torch.Generator().manual_seed(5)
     prompts = [
-        RenderedPrompt(id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (length,), generator=generator).tolist()))
+        RenderedPrompt(
+            id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (length,), generator=generator).tolist())
+        )
         for number, length in enumerate((5, 1, 9))
     ]
     model = load_model(target, "float32")
@@ -188,7 +190,12 @@ class TestConvention:
 
     def test_a_narrower_dtype_is_the_same_number_rounded(self, norm_scene: Scene, tmp_path: Path) -> None:
         rounded = extract_hidden_states(
-            Store(tmp_path), norm_scene.target, norm_scene.transcripts, [2], compute_dtype="float32", store_dtype="bfloat16"
+            Store(tmp_path),
+            norm_scene.target,
+            norm_scene.transcripts,
+            [2],
+            compute_dtype="float32",
+            store_dtype="bfloat16",
         )
         assert torch.equal(rounded.load_layer(2), norm_scene.states.load_layer(2).bfloat16())
         assert load_final(rounded).dtype == torch.bfloat16
@@ -234,7 +241,9 @@ class TestMargins:
     def test_any_example_agrees_with_a_plain_loop(self, data: st.DataObject) -> None:
         num_prompt, num_response, vocab = (data.draw(st.integers(1, 3)) for _ in range(3))
         vocab += 1
-        ids = data.draw(st.lists(st.integers(0, vocab - 1), min_size=num_prompt + num_response, max_size=num_prompt + num_response))
+        ids = data.draw(
+            st.lists(st.integers(0, vocab - 1), min_size=num_prompt + num_response, max_size=num_prompt + num_response)
+        )
         rows = [[float(data.draw(st.integers(-5, 5))) for _ in range(vocab)] for _ in range(num_response + 1)]
         margins = hidden_states._margins(torch.tensor(rows), torch.tensor(ids), num_prompt - 1).tolist()
         expected = [math.inf] * len(ids)
@@ -331,7 +340,11 @@ class TestNames:
     def key(self, target: Target, **changes: Any) -> str:
         facts: dict[str, Any] = {"transcripts": "t", "part": 1, **DTYPES} | changes
         return layer_key(
-            target, facts["transcripts"], facts["part"], compute_dtype=facts["compute_dtype"], store_dtype=facts["store_dtype"]
+            target,
+            facts["transcripts"],
+            facts["part"],
+            compute_dtype=facts["compute_dtype"],
+            store_dtype=facts["store_dtype"],
         )
 
     @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
 def split_into_shards(folder: Path, num_shards: int) -> None:
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    places = {}
+    places: dict[str, str] = {}
     for number in range(num_shards):
         name = f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
         part = dict(list(tensors.items())[number::num_shards])
@@ -207,7 +207,9 @@ class TestLoadingTheModel:
 
     def test_a_model_of_an_unknown_kind_is_refused_and_no_code_beside_it_runs(self, folder: Path) -> None:
         (folder / "modeling_x.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-        change_config(folder, model_type="x", auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "modeling_x.Y"})
+        change_config(
+            folder, model_type="x", auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "modeling_x.Y"}
+        )
         with pytest.raises(TargetError, match="cannot be loaded"):
             load_model(read(folder), "float32")
         assert not (folder / "ran").exists()
@@ -216,7 +218,12 @@ class TestLoadingTheModel:
 class TestMemory:
     @pytest.mark.parametrize(
         ("stored", "compute", "needed"),
-        [("float32", "float32", 1.2), ("bfloat16", "float32", 2.4), ("float32", "bfloat16", 0.6), (None, "float32", 2.4)],
+        [
+            ("float32", "float32", 1.2),
+            ("bfloat16", "float32", 2.4),
+            ("float32", "bfloat16", 0.6),
+            (None, "float32", 2.4),
+        ],
     )
     def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, stored: str | None, compute: str, needed: float
@@ -232,7 +239,9 @@ class TestMemory:
             load_model(target, compute)
         assert runtime.num_forward_passes == before
 
-    def test_a_system_that_does_not_say_is_not_a_refusal(self, original: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_system_that_does_not_say_is_not_a_refusal(
+        self, original: Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(runtime, "available_memory_bytes", lambda: None)
         check_memory(original, "float32")
 
@@ -249,7 +258,13 @@ class TestMemory:
         ],
     )
     def test_bfloat16_is_computed_only_where_it_is_fast_and_stored(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, configured: str, flags: set[str], stored: Any, expected: str
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        configured: str,
+        flags: set[str],
+        stored: Any,
+        expected: str,
     ) -> None:
         change_config(folder, dtype=stored)
         monkeypatch.setattr(runtime, "cpu_flags", lambda: frozenset(flags))
@@ -278,7 +293,12 @@ class TestGguf:
     @pytest.mark.parametrize("kind", ["cut off", "header cut off", "empty", "no gguf"])
     def test_a_damaged_file_is_one_line_and_leaves_nothing_in_the_store(self, tmp_path: Path, kind: str) -> None:
         whole = write_gguf(tmp_path / "whole.gguf", tiny.write_tiny_target(tmp_path / "llama", "llama")).read_bytes()
-        kinds = {"cut off": whole[: len(whole) // 2], "header cut off": whole[:100], "empty": b"", "no gguf": b"x" * 500}
+        kinds = {
+            "cut off": whole[: len(whole) // 2],
+            "header cut off": whole[:100],
+            "empty": b"",
+            "no gguf": b"x" * 500,
+        }
         (tmp_path / "bad.gguf").write_bytes(kinds[kind])
         store = Store(tmp_path / "store")
         with pytest.raises(TargetError, match=r"bad\.gguf cannot be read as GGUF") as refused:

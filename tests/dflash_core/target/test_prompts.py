@@ -50,9 +50,7 @@ class TestReading:
     @pytest.mark.parametrize("empty", [{}, {"id": None, "dataset": None, "group": None}], ids=["left out", "null"])
     def test_names_that_are_not_given_are_made_up_from_the_line(self, path: Path, empty: dict[str, Any]) -> None:
         write(path, "", {"prompt": "x"} | empty)
-        assert load_prompts(path) == [
-            Prompt(id="prompt-2", dataset="default", group=None, messages=(("user", "x"),))
-        ]
+        assert load_prompts(path) == [Prompt(id="prompt-2", dataset="default", group=None, messages=(("user", "x"),))]
 
     def test_numbers_may_name_prompts(self, path: Path) -> None:
         write(path, {"id": 7, "dataset": 1, "prompt": "x"})

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -67,7 +67,9 @@ def own_target(one_target: Target, tmp_path: Path) -> Target:
 def random_prompts(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[RenderedPrompt]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        RenderedPrompt(id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (length,), generator=generator).tolist()))
+        RenderedPrompt(
+            id=f"p{number}", prompt_ids=tuple(torch.randint(8, 150, (length,), generator=generator).tolist())
+        )
         for number, length in enumerate(lengths)
     ]
 
@@ -116,9 +118,7 @@ class TestGenerating:
         expected = [one_by_one(model, prompt.prompt_ids, [], MAX_NEW_TOKENS) for prompt in prompts]
         stop = a_stop_inside(expected)
         expected = [one_by_one(model, prompt.prompt_ids, [stop], MAX_NEW_TOKENS) for prompt in prompts]
-        written = generate(
-            model, prompts, stop_token_ids=[stop], max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size
-        )
+        written = generate(model, prompts, stop_token_ids=[stop], max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size)
         assert [list(transcript.response_ids) for transcript in written] == expected
         assert [(t.id, t.prompt_ids) for t in written] == [(p.id, p.prompt_ids) for p in prompts], "in the order given"
         assert {t.stop_reason for t in written} == {"stop", "length"}, "both ways to end occur"
@@ -308,7 +308,7 @@ class TestKey:
         stop_token_ids=(7, 9),
         thinking=False,
     )
-    HOW = {"max_new_tokens": 8, "batch_size": 2, "compute_dtype": "float32"}
+    HOW: ClassVar[dict[str, Any]] = {"max_new_tokens": 8, "batch_size": 2, "compute_dtype": "float32"}
 
     def key(self, target: Target, rendering: Rendering | None = None, **changes: Any) -> str:
         return transcripts_key(target, rendering or self.RENDERING, **(self.HOW | changes))
@@ -344,7 +344,9 @@ class TestKey:
         assert self.key(one_target) != before
 
     @pytest.mark.parametrize(
-        "changes", [{"template_digest": "u"}, {"tokenizer_digest": "l"}, {"thinking": True}], ids=lambda c: next(iter(c))
+        "changes",
+        [{"template_digest": "u"}, {"tokenizer_digest": "l"}, {"thinking": True}],
+        ids=lambda c: next(iter(c)),
     )
     def test_what_gave_the_ids_does_not_count_beside_the_ids(self, one_target: Target, changes: dict[str, Any]) -> None:
         assert self.key(one_target, self.changed(**changes)) == self.key(one_target)
@@ -358,7 +360,7 @@ class TestKey:
 
 
 class TestWriting:
-    HOW = {"max_new_tokens": 8, "batch_size": 2, "compute_dtype": "float32"}
+    HOW: ClassVar[dict[str, Any]] = {"max_new_tokens": 8, "batch_size": 2, "compute_dtype": "float32"}
 
     def test_what_is_read_back_is_what_the_target_wrote(self, one_target: Target, tmp_path: Path) -> None:
         rendering = rendered(one_target, ask(0), ask(1, "w30 w31 w32 w33"), ask(2, "w40"))
@@ -386,7 +388,13 @@ class TestWriting:
 
     @pytest.mark.parametrize(
         "changes",
-        [{"id": "b"}, {"prompt_ids": (1, 3)}, {"response_ids": (3,)}, {"stop_reason": "length"}, {"prompt_ids": (1,), "response_ids": (2, 3, 4)}],
+        [
+            {"id": "b"},
+            {"prompt_ids": (1, 3)},
+            {"response_ids": (3,)},
+            {"stop_reason": "length"},
+            {"prompt_ids": (1,), "response_ids": (2, 3, 4)},
+        ],
         ids=["id", "prompt", "response", "reason", "where the response starts"],
     )
     def test_the_digest_tells_other_transcripts_apart(self, changes: dict[str, Any]) -> None:
