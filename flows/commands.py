@@ -292,21 +292,45 @@ def _with_walks(result: dict[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _show_results(results: list[dict[str, Any]]) -> None:
+    """Print one checkpoint slice by slice, several with one line each."""
     done = [result for result in results if result["status"] == "done"]
-    names = list(dict.fromkeys(name for result in done for name in (*result["datasets"], *result["groups"])))
-    rows = []
-    for result in results:
+    caption = "tau: tokens emitted per verification step, bonus included; [95 % interval over prompts]"
+    conditions = sorted({f"block size {one['block_size']}, {one['dtype']} on {one['device']}" for one in done})
+    if len(results) == 1:
+        (result,) = done
         slices = result["datasets"] | result["groups"]
-        row: dict[str, Any] = {
-            "run": result["run"],
-            "step": result["step"],
-            **{name: screen.tau_text(slices[name]) if name in slices else None for name in names},
-            "read": f"{screen.megabytes(result['bytes_read'])} of {screen.megabytes(result['bytes_total'])}",
-            "seconds": round(sum(result["seconds"].values()), 1),
-        }
-        rows.append(row if result["status"] == "done" else row | {"run": f"{result['checkpoint']}: failed"})
-    conditions = {
-        f"block size {result['block_size']}, {result.get('dtype')} on {result.get('device')}" for result in done
+        title = f"{result['run']}, step {result['step']}: read {_read_text(result)}, {_seconds_text(result)}"
+        rows = [_slice_row(name, slice_) for name, slice_ in slices.items()]
+    else:
+        title, rows = "Acceptance", [_checkpoint_row(result) for result in results]
+    screen.print_table(title, rows, caption="; ".join([caption, *conditions]))
+
+
+def _slice_row(name: str, slice_: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prompts": name,
+        "number": slice_["num_prompts"],
+        "verification steps": slice_["num_verification_steps"],
+        "tau": screen.tau_text(slice_),
+        "mean over prompts": slice_["tau_prompt_mean"],
     }
-    caption = "tau: tokens emitted per verification step, bonus included, with 95 % interval over prompts"
-    screen.print_table("Acceptance", rows, caption="; ".join([caption, *sorted(conditions)]))
+
+
+def _checkpoint_row(result: dict[str, Any]) -> dict[str, Any]:
+    if result["status"] != "done":
+        return {"run": result["checkpoint"], "step": None, "tau": "failed", "read": None, "took": None}
+    return {
+        "run": result["run"],
+        "step": result["step"],
+        "tau": screen.tau_text(result["datasets"]["all"]),
+        "read": _read_text(result),
+        "took": _seconds_text(result),
+    }
+
+
+def _read_text(result: dict[str, Any]) -> str:
+    return f"{screen.megabytes(result['bytes_read'])} of {screen.megabytes(result['bytes_total'])}"
+
+
+def _seconds_text(result: dict[str, Any]) -> str:
+    return f"{sum(result['seconds'].values()):.1f} s"

@@ -310,10 +310,10 @@ def _show(config: Config, config_path: str, results: list[dict[str, Any]], *, as
 
 def _curve_row(result: dict[str, Any]) -> dict[str, Any]:
     seconds = result["seconds"]
+    stages = [seconds.get(stage, 0.0) for stage in _SHOWN_STAGES.values()]
     return {
         "step": result["step"],
         **{f"tau, {name}": screen.tau_text(slice_) for name, slice_ in result["groups"].items()},
         "MB read": f"{result['bytes_read'] / 1e6:.1f} of {result['bytes_total'] / 1e6:.1f}",
-        **{f"{name} s": f"{seconds.get(stage, 0.0):.1f}" for name, stage in _SHOWN_STAGES.items()},
-        "all s": f"{sum(seconds.values()):.1f}",
+        f"seconds: {' / '.join(_SHOWN_STAGES)}": " / ".join(f"{value:.1f}" for value in stages),
     }

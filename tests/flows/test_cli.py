@@ -243,7 +243,8 @@ def test_a_watch_over_ssh_scores_each_checkpoint_once_and_only_reads(tmp_path: P
         host: Any = server.host_settings.model_dump(mode="json")
         setup.change_config(hosts={"training": host})
         first = setup.json("watch", server.url("a"), "--once")
-        assert [(result["run"], result["step"], result["status"]) for result in first] == [("a", 1, "done"), ("a", 2, "done")]
+        scored_steps = [(result["run"], result["step"], result["status"]) for result in first]
+        assert scored_steps == [("a", 1, "done"), ("a", 2, "done")]
         sent = server.bytes_sent
         again = setup.json("watch", server.url("a"), "--once")
         assert [result["evaluation_id"] for result in again] == [result["evaluation_id"] for result in first]

@@ -62,8 +62,8 @@ class TestDeployments:
         done = run_deployment("evaluate-checkpoint", environment, checkpoint=setup.run / "step_1", config=setup.config)
         assert done.returncode == 0, done.stdout + done.stderr
         with duckdb.connect(str(setup.results), read_only=True) as connection:
-            rows = connection.execute("SELECT run, step, status FROM evaluations JOIN checkpoints USING (checkpoint_id)")
-            assert rows.fetchall() == [("a", 1, "done")]
+            query = "SELECT run, step, status FROM evaluations JOIN checkpoints USING (checkpoint_id)"
+            assert connection.execute(query).fetchall() == [("a", 1, "done")]
 
     def test_a_failed_evaluation_ends_with_a_status_that_tells(self, setup: Setup, environment: dict[str, str]) -> None:
         missing = setup.run / "step_404"
