@@ -23,7 +23,7 @@ from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.spec import DrafterSpec
-from dflash_core.errors import ArtifactDamaged, UnsupportedCheckpoint
+from dflash_core.errors import ArtifactDamaged, ConfigError, UnsupportedCheckpoint
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Artifact, Store, digest
 from dflash_core.target import hidden_states as hidden
@@ -62,7 +62,10 @@ def plan_target(config: Config) -> TargetPlan:
     Raises:
         TargetError: the target cannot be read.
         PromptError: the prompts cannot be read or do not fit.
+        ConfigError: the continuations are to come from a place that is not supported yet.
     """
+    if config.completions.source != "local":
+        raise ConfigError(f"completions.source = {config.completions.source!r} is not supported yet; local is")
     prompts = load_prompts(config.prompts)
     target = resolve_target(config.target.model, Store(config.store))
     compute_dtype = cpu_dtype(config.target.compute_dtype, target)

@@ -7,6 +7,7 @@ and left quantised its forward pass is many times slower.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -76,7 +77,14 @@ def find_converted(model: str, store: Store) -> Target | None:
 
 
 def _gguf_key(path: Path) -> str:
-    return digest("gguf", CONVERSION_VERSION, file_sha256(path))
+    stat = path.stat()
+    return digest("gguf", CONVERSION_VERSION, _sha256_of(path.absolute(), stat.st_size, stat.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256_of(path: Path, _size_bytes: int, _mtime_ns: int) -> str:
+    """Return a file's digest, computed once per process as long as its size and time stay the same."""
+    return file_sha256(path)
 
 
 def read_target_folder(folder: Path, *, name: str) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflash_core.config import (
 )
 from dflash_core.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 # The file that the manual shows: three machines, every other key at its default.
 DOCUMENTED = """
 run: null                     # name of the training run
@@ -108,6 +110,15 @@ class TestKeys:
         assert config.hosts["training"].max_read_mb_s == 200
         assert config.hosts["training"].known_hosts == f"{home}/.ssh/known_hosts"
         assert config.hosts["cpu_box"] == HostSettings(url="ssh://me@cpu-box", models=["/data/models"])
+
+    def test_the_readmes_first_config_names_every_key_and_is_the_defaults(self) -> None:
+        (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        data = yaml.safe_load(text)
+        config = parse_config(data, where="README.md")
+        assert config.model_copy(update={"hosts": {}, "target": TargetSettings()}) == Config()
+        named = {"": set(data), "hosts.x": {key for host in data["hosts"].values() for key in host}}
+        named |= {section: set(data[section]) for section in ("target", "completions", "drafter")}
+        assert named == {section: set(kind.model_fields) for section, kind in SECTIONS.items()}
 
     def test_every_key_can_be_set(self) -> None:
         config = parse_config(CHANGED, where="x")

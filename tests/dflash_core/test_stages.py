@@ -16,6 +16,7 @@ from dflash_core.errors import (
     ArtifactDamaged,
     CheckpointChanged,
     CheckpointMismatch,
+    ConfigError,
     PromptError,
     TargetError,
 )
@@ -108,8 +109,13 @@ class TestPlan:
 
     @pytest.mark.parametrize(
         ("sections", "error"),
-        [({"target": {"model": None}}, TargetError), ({"completions": {"max_new_tokens": 600}}, PromptError)],
-        ids=["no target", "too long"],
+        [
+            ({"target": {"model": None}}, TargetError),
+            ({"completions": {"max_new_tokens": 600}}, PromptError),
+            ({"completions": {"source": "server", "base_url": "http://h"}}, ConfigError),
+            ({"completions": {"source": "file"}}, ConfigError),
+        ],
+        ids=["no target", "too long", "served", "from a file"],
     )
     def test_what_cannot_work_is_said_before_anything_runs(
         self, config: Config, sections: dict[str, Any], error: type[Exception]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from prefect import Task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultStore
-from prefect.states import Completed, State, exception_to_failed_state
+from prefect.states import Completed, exception_to_failed_state
 
 from dflash_core import evaluation, stages
 from dflash_core.config import Config, load_config

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dflash_core.drafter import scoring
 from dflash_core.drafter.scoring import Head, judge_blocks
 
 VOCAB = 6
@@ -33,9 +34,16 @@ class TestJudging:
         return SimpleNamespace(spec=spec, device=torch.device("cpu"), dtype=torch.float32)
 
     @settings(max_examples=150, deadline=None)
-    @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([1, 2, 100]), st.data())
+    @given(
+        num_anchors=st.integers(1, 5),
+        num_slots=st.integers(1, 5),
+        seed=st.integers(0, 10**6),
+        rows_at_once=st.sampled_from([1, 2, 100]),
+        rows_per_call=st.sampled_from([1, 4, 96]),
+        data=st.data(),
+    )
     def test_asking_only_what_matters_equals_asking_everything(
-        self, num_anchors: int, num_slots: int, seed: int, rows_at_once: int, data: st.DataObject
+        self, num_anchors: int, num_slots: int, seed: int, rows_at_once: int, rows_per_call: int, data: st.DataObject
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         hidden = torch.randint(-3, 4, (num_anchors, num_slots, 4), generator=generator).float()
@@ -46,7 +54,10 @@ class TestJudging:
         noise = torch.randint(0, VOCAB, best.shape, generator=generator)
         reference = torch.where(torch.rand(best.shape, generator=generator) < 0.7, best, noise)
         available = [data.draw(st.integers(0, num_slots - 1)) for _ in range(num_anchors)]
-        judged = judge_blocks(head, hidden, reference, torch.tensor(available, dtype=torch.long))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scoring, "_ROWS_PER_CALL", rows_per_call)
+            patch.setattr(scoring, "_RANKED_ELEMENTS", VOCAB * rows_at_once)
+            judged = judge_blocks(head, hidden, reference, torch.tensor(available, dtype=torch.long))
         expected = [plain_judgement(logits[row], reference[row].tolist(), available[row]) for row in range(num_anchors)]
         assert list(zip(judged.accepted_A.tolist(), judged.miss_rank_A.tolist(), strict=True)) == expected
 
@@ -57,7 +68,16 @@ class TestJudging:
         judged = judge_blocks(head, logits[None], torch.tensor([[1, 0, 0]]), torch.tensor([3]))
         assert (judged.accepted_A.tolist(), judged.miss_rank_A.tolist()) == ([1], [3])
 
-    def test_the_head_is_not_asked_after_a_miss_or_beyond_the_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("rows_per_call", "expected"),
+        [(1, [3, 1, 1]), (6, [5, 1]), (96, [7])],
+        ids=["slot by slot", "two slots of each block, then the last of one", "all inside the text at once"],
+    )
+    def test_the_head_is_not_asked_after_a_miss_nor_ever_beyond_the_text(
+        self, monkeypatch: pytest.MonkeyPatch, rows_per_call: int, expected: list[int]
+    ) -> None:
+        """Three blocks: all three drafts right, the first wrong, and one whose text ends after one draft."""
+        monkeypatch.setattr(scoring, "_ROWS_PER_CALL", rows_per_call)
         head = Head(torch.eye(VOCAB), self.drafter())
         asked: list[int] = []
         logits = head.logits
@@ -71,7 +91,7 @@ class TestJudging:
         reference = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 0, 0]])
         judged = judge_blocks(head, hidden, reference, torch.tensor([3, 3, 1]))
         assert judged.accepted_A.tolist() == [3, 0, 1]
-        assert asked == [3, 1, 1], "three blocks, then only the one that is still right and inside the text"
+        assert asked == expected
 
     @given(st.integers(0, 10**6), st.floats(0.01, 3.0), st.none() | st.floats(10.0, 50.0))
     def test_scaling_and_soft_capping_leave_the_choice_alone(

@@ -155,18 +155,26 @@ class TestScoring:
         assert all(row["is_on_walk"] == (row["walk_step"] is not None) for row in rows)
         assert all(set(row) == set(BLOCK_SCHEMA) for row in rows)
 
-    @settings(max_examples=100, deadline=None)
-    @given(scripted())
-    def test_the_walk_alone_gives_the_same_rows_and_drafts_nowhere_else(
-        self, drawn: tuple[list[Transcript], ScriptedDrafter, int]
+    @settings(max_examples=200, deadline=None)
+    @given(scripted(), st.sampled_from([0, 2, 24, 10**6]), st.sampled_from([1, 3, 256]), st.sampled_from([1, 4, 96]))
+    def test_the_walk_alone_gives_the_same_rows_however_far_it_drafts_ahead(
+        self, drawn: tuple[list[Transcript], ScriptedDrafter, int], free_blocks: int, anchors_at_once: int, rows: int
     ) -> None:
         transcripts, drafter, limit = drawn
         block_size = drafter.spec.block_size
         every = score(drafter, transcripts, anchors="all", block_size=block_size, limit=limit)
         drafter.drafted.clear()
-        walk = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scoring, "_FREE_BLOCKS", free_blocks)
+            patch.setattr(scoring, "_ANCHORS_AT_ONCE", anchors_at_once)
+            patch.setattr(scoring, "_ROWS_PER_CALL", rows)
+            walk = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit)
         assert walk == [row for row in every if row["is_on_walk"]]
-        assert sorted(drafter.drafted) == sorted((int(row["prompt_id"][1:]), row["anchor_index"]) for row in walk)
+        visited = {(int(row["prompt_id"][1:]), row["anchor_index"]) for row in walk}
+        assert visited <= set(drafter.drafted)
+        assert all(index < len(transcripts[number].response_ids) - 1 for number, index in drafter.drafted)
+        if free_blocks == 0:
+            assert sorted(drafter.drafted) == sorted(visited), "without a look ahead it drafts nowhere else"
 
     @pytest.mark.parametrize("anchors", ["walk", "all"])
     def test_a_drafter_that_is_always_right_fills_whole_blocks(self, anchors: str) -> None:
@@ -230,6 +238,7 @@ class TestScoring:
             score(drafter, transcripts, anchors=anchors, block_size=2, limit=9)
         assert {stage for stage, _, _ in told} == {"run_drafter"}
         assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+        assert told[0][1] > 0, "told of work that is done"
         assert told[-1][1:] == (12, 12)
 
 
@@ -264,6 +273,24 @@ class TestNearTies:
         margins[place] = TIE_MARGIN / 2
         assert [anchor for anchor, tie in self.rows(margins, self.WRONG).items() if tie] == wrong
         assert [anchor for anchor, tie in self.rows(margins, self.RIGHT).items() if tie] == right
+
+    @pytest.mark.parametrize("group_tokens", [1, 10_000])
+    def test_margins_belong_to_the_transcript_at_whose_place_they_stand(
+        self, monkeypatch: pytest.MonkeyPatch, group_tokens: int
+    ) -> None:
+        """Texts of 2 + 3, 1 + 0, 1 + 2 and 3 + 2 tokens; the close choice is the third text's only one."""
+        monkeypatch.setattr(scoring, "_GROUP_TOKENS", group_tokens)
+        transcripts = [
+            transcript(0, 2, [1, 2, 3]),
+            transcript(1, 1, []),
+            transcript(2, 1, [1, 2]),
+            transcript(3, 3, [1, 2]),
+        ]
+        drafter = ScriptedDrafter([[[0]] * 3, [], [[0]] * 2, [[0]] * 2], [2, 1, 1, 3], block_size=2)
+        margins = torch.full((14,), math.inf)
+        margins[5 + 1 + 1] = 0.0
+        rows = score(drafter, transcripts, margins, anchors="walk", block_size=2, limit=9)
+        assert [(row["prompt_id"], row["anchor_index"]) for row in rows if row["is_near_tie"]] == [("p2", 0)]
 
     @pytest.mark.parametrize(
         ("margin", "is_tie"), [(TIE_MARGIN * 1.01, False), (TIE_MARGIN * 0.99, True), (0.0, True), (-5.0, True)]

@@ -127,7 +127,7 @@ class TestPlaces:
     )
     def test_one_place_is_enough_and_two_must_agree(self, key: str, value: Any, attribute: str) -> None:
         expected = tuple(value) if isinstance(value, list) else value
-        other = [0, 0, 0] if isinstance(value, list) else 3
+        other: Any = [0, 0, 0] if isinstance(value, list) else 3
         assert getattr(read(without=(key,), nested={key: value}), attribute) == expected
         assert getattr(read(nested={key: None}, **{key: value}), attribute) == expected
         assert getattr(read(nested={key: value}, **{key: value}), attribute) == expected

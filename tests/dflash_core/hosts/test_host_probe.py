@@ -259,7 +259,7 @@ def test_a_missing_known_hosts_file_is_told_before_connecting(odd_server: Callab
     [
         ({"identity_file": "/no/such/key"}, "identity_file file '/no/such/key' cannot be read"),
         ({"url": "train-box"}, "'train-box' is neither 'local' nor ssh://"),
-        ({"url": "ssh://me@box:many/"}, "not a port number"),
+        ({"url": "ssh://me@box:many/"}, "port number"),
         ({"url": "ssh://me:secret@box/"}, "log in with a key instead"),
     ],
     ids=["no key file", "no url", "no port number", "password"],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_core.errors import PromptError
@@ -56,6 +56,8 @@ class TestReading:
         write(path, {"id": 7, "dataset": 1, "prompt": "x"})
         assert (load_prompts(path)[0].id, load_prompts(path)[0].dataset) == ("7", "1")
 
+    @example(text="line\u2028separator", ascii_only=False)
+    @example(text="next\x85line", ascii_only=False)
     @given(text=st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), ascii_only=st.booleans())
     def test_any_text_arrives_as_it_was_written(
         self, tmp_path_factory: pytest.TempPathFactory, text: str, ascii_only: bool
