@@ -168,6 +168,12 @@ def find_states(
     )
 
 
+def is_prepared(config: Config, plan: TargetPlan, layers: tuple[int, ...]) -> bool:
+    """Tell whether the store holds all that scoring needs of the target, so that it need not run."""
+    transcripts = Store(config.store).find(written.KIND, plan.transcripts_key)
+    return transcripts is not None and find_states(config, plan, transcripts.meta["digest"], layers) is not None
+
+
 def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
     """Run the target once over its transcripts and keep the states of some layers, or find them."""
     plan = plan_target(config)

@@ -15,9 +15,12 @@ from dflash_core import evaluation, stages
 from dflash_core.checkpoints import CheckpointInspection
 from dflash_core.config import Config, load_config, with_overrides
 from dflash_core.errors import DFlashEvalError, one_line
+from dflash_core.hosts.present import report_from_json
 from dflash_core.results import database
+from flows.planning import require_target_fits
 from tasks.extract_hidden_states import extract_hidden_states
 from tasks.plan_target import plan_target
+from tasks.probe_hosts import probe_hosts
 from tasks.run_drafter import run_drafter
 from tasks.stream_checkpoint import stream_checkpoint
 from tasks.write_results import write_results
@@ -84,6 +87,8 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
     evaluation.require_ready(inspection)
     with clock.stage("plan_target"):
         plan = plan_target(config)
+    with clock.stage("probe_hosts"):
+        reports = [report_from_json(report) for report in probe_hosts(config)]
     drafter = evaluation.read_spec(inspection, config, plan.target.config)
     identity = inspection.ref.identity
     drafter_key = stages.drafter_key(identity)
@@ -92,6 +97,8 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
     )
     if not clock.cached["stream_checkpoint"]:
         clock.bytes_read += streamed["meta"]["bytes_read"]
+    if not stages.is_prepared(config, plan, drafter.target_layer_ids):
+        require_target_fits(config, reports)
     transcripts = clock.run("write_transcripts", write_transcripts, config, config.store, plan.transcripts_key)
     name, layers = transcripts["meta"]["digest"], drafter.target_layer_ids
     states_key = stages.hidden_states_key(plan, name, layers)

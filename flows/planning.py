@@ -11,7 +11,7 @@ from typing import Any
 from dflash_core.config import Config
 from dflash_core.errors import DFlashEvalError, one_line
 from dflash_core.hosts.job import DrafterSize, Job, typical_drafter
-from dflash_core.hosts.plan import find_target, make_plan
+from dflash_core.hosts.plan import check_stage_fits, find_target, make_plan
 from dflash_core.hosts.report import HostReport
 from dflash_core.hosts.stages import Plan
 from dflash_core.store import Store
@@ -35,6 +35,17 @@ def plan_for(config: Config, reports: Sequence[HostReport]) -> tuple[Plan | None
     if isinstance(job, str):
         return None, job
     return make_plan(reports, job), None
+
+
+def require_target_fits(config: Config, reports: Sequence[HostReport]) -> None:
+    """Refuse, before the target is loaded, a machine that it does not fit.
+
+    Raises:
+        DoesNotFit: with the numbers. A target whose sizes are not known yet is not judged.
+    """
+    plan, _why_not = plan_for(config, reports)
+    if plan is not None:
+        check_stage_fits(plan.target)
 
 
 def _job(config: Config, reports: Sequence[HostReport]) -> Job | str:

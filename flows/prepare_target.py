@@ -8,8 +8,11 @@ from prefect import flow
 
 from dflash_core import evaluation, stages
 from dflash_core.config import load_config
+from dflash_core.hosts.present import report_from_json
+from flows.planning import require_target_fits
 from tasks.extract_hidden_states import extract_hidden_states
 from tasks.plan_target import plan_target
+from tasks.probe_hosts import probe_hosts
 from tasks.write_transcripts import write_transcripts
 
 
@@ -24,6 +27,8 @@ def prepare_target(config: str | None = None, layers: list[int] | None = None) -
     settings = load_config(config)
     plan = plan_target(settings)
     wanted = list(layers) if layers is not None else list(evaluation.configured_layers(settings, plan))
+    if not stages.is_prepared(settings, plan, tuple(wanted)):
+        require_target_fits(settings, [report_from_json(report) for report in probe_hosts(settings)])
     transcripts = write_transcripts(settings, settings.store, plan.transcripts_key)
     name = transcripts["meta"]["digest"]
     key = stages.hidden_states_key(plan, name, tuple(wanted))

@@ -1,4 +1,4 @@
-"""Task: ask machines what they have."""
+"""Task: ask this machine what it has, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from dflash_core.config import Config
 from dflash_core.hosts import present, probe
 
 
-@task(name="probe_hosts", task_run_name="probe hosts", cache_policy=NO_CACHE)
+@task(name="probe_hosts", task_run_name="probe this machine", cache_policy=NO_CACHE)
 def probe_hosts(config: Config) -> list[dict[str, Any]]:
-    """Run `dflash_core.hosts.probe.probe_hosts`; a host that is down is a row, not a failure."""
-    return [present.report_json(report) for report in probe.probe_hosts(config)]
+    """Run `dflash_core.hosts.probe.probe_hosts` for this machine; a scoring disturbs no other host."""
+    here = {name: host for name, host in config.hosts.items() if host.url == "local"}
+    reports = probe.probe_hosts(config.model_copy(update={"hosts": here}))
+    return [present.report_json(report) for report in reports]

@@ -55,19 +55,28 @@ def check_fits(plan: Plan) -> None:
         DoesNotFit: a stage lacks memory, disk or a host; with the numbers.
     """
     for stage in plan.stages:
-        if stage.host is None:
-            raise DoesNotFit(f"no host for the {stage.stage}: {stage.why}; {stage.advice}")
-        if not stage.memory_fits:
-            raise DoesNotFit(
-                f"the {stage.stage} in {stage.dtype} needs {gib(stage.memory_needed_bytes)}, "
-                f"{gib(stage.memory_available_bytes)} available on host {stage.host} ({stage.device}); {stage.advice}"
-            )
-        if not stage.disk_fits:
-            raise DoesNotFit(
-                f"the hidden states need {gib(stage.disk_needed_bytes)} of disk, {gib(stage.disk_available_bytes)} "
-                f"available on host {stage.host} in {stage.disk_path}; "
-                "set store to a larger disk or score fewer prompts"
-            )
+        check_stage_fits(stage)
+
+
+def check_stage_fits(stage: StagePlan) -> None:
+    """Refuse one stage of a plan that cannot work.
+
+    Raises:
+        DoesNotFit: it lacks memory, disk or a host; with the numbers.
+    """
+    if stage.host is None:
+        raise DoesNotFit(f"no host for the {stage.stage}: {stage.why}; {stage.advice}")
+    if not stage.memory_fits:
+        raise DoesNotFit(
+            f"the {stage.stage} in {stage.dtype} needs {gib(stage.memory_needed_bytes)}, "
+            f"{gib(stage.memory_available_bytes)} available on host {stage.host} ({stage.device}); {stage.advice}"
+        )
+    if not stage.disk_fits:
+        raise DoesNotFit(
+            f"the hidden states need {gib(stage.disk_needed_bytes)} of disk, {gib(stage.disk_available_bytes)} "
+            f"available on host {stage.host} in {stage.disk_path}; "
+            "set store to a larger disk or score fewer prompts"
+        )
 
 
 def _place_target(reports: Sequence[HostReport], job: Job) -> StagePlan:

@@ -8,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 
-from dflash_core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotReady
+from dflash_core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotReady, DoesNotFit
 from dflash_core.store import Store
 from dflash_core.target import runtime
 from tests.support.scene import Setup, make_setup
@@ -209,3 +210,33 @@ else:
     store.Store._publish = publish
 evaluate_checkpoint(checkpoint, config)
 """
+
+
+@pytest.mark.usefixtures("prefect_api")
+class TestMachine:
+    def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
+        self, setup: Setup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from dflash_core.hosts import probe
+
+        original = probe.probe_hosts
+
+        def small_machine(config: Any) -> list[Any]:
+            (report,) = original(config)
+            return [replace(report, facts=replace(report.facts, ram_available_bytes=300 * 2**20))]
+
+        monkeypatch.setattr(probe, "probe_hosts", small_machine)
+        before = runtime.num_forward_passes
+        with pytest.raises(DoesNotFit, match=r"the target in float32 needs 0\.5 GiB, 0\.3 GiB available on host local"):
+            evaluate(setup, setup.run / "step_1")
+        assert runtime.num_forward_passes == before
+        monkeypatch.setattr(probe, "probe_hosts", original)
+        evaluate(setup, setup.run / "step_1")
+        monkeypatch.setattr(probe, "probe_hosts", small_machine)
+        # What is prepared needs no target in memory.
+        assert evaluate(setup, setup.add_step(2))["status"] == "done"
+
+    def test_scoring_asks_no_other_host(self, setup: Setup) -> None:
+        setup.change_config(hosts={"away": {"url": "ssh://me@203.0.113.1", "timeout_s": 60}})
+        result = evaluate(setup, setup.run / "step_1")
+        assert result["seconds"]["probe_hosts"] < 30
