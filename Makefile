@@ -20,8 +20,8 @@ test: install system ## all tests
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest
 
 lint: install
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check --no-cache .
+	$(VENV)/bin/ruff format --no-cache --check .
 
 format: install
 	$(VENV)/bin/ruff check --fix .

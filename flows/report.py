@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_core.results.report import write_report
 from prefect import flow
 from prefect.artifacts import create_link_artifact
 
 from dflash_core.config import load_config
+from dflash_core.results.report import write_report
 
 
 @flow(name="report", flow_run_name="report", validate_parameters=True)
