@@ -12,6 +12,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_demo_shows_a_rise_on_what_was_trained_on_and_reads_a_tenth(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "demo", "--folder", str(tmp_path / "demo"), "--json"],
@@ -19,7 +20,7 @@ def test_the_demo_shows_a_rise_on_what_was_trained_on_and_reads_a_tenth(tmp_path
         env={name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1400,
     )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
