@@ -148,6 +148,11 @@ def compare(options: argparse.Namespace) -> int:
     """Compare checkpoints over the same prompts, and judge a gate."""
     from dflash_core.results import compare as comparing
 
+    if options.fail_below is not None and options.baseline is None and options.fail_below < 1:
+        raise InputError(
+            f"--fail-below {options.fail_below:g} without --baseline is a limit for tau, which is never below 1; "
+            f"give --baseline to judge a difference"
+        )
     config = load_config(options.config)
     comparison = comparing.compare(config.results, options.selectors, options.baseline)
     gate = None if options.fail_below is None else comparing.gate(comparison, options.fail_below)
@@ -177,7 +182,7 @@ def sql(options: argparse.Namespace) -> int:
     from dflash_core.results.query import run_query
 
     frame = run_query(load_config(options.config).results, options.statement)
-    rows = frame.to_dicts()
+    rows = [{name: _finite(value) for name, value in row.items()} for row in frame.to_dicts()]
     if options.json:
         screen.print_json(rows)
     else:
@@ -243,6 +248,11 @@ class _Scorer:
         options = self._options
         flow: Callable[..., dict[str, Any]] = evaluate_checkpoint
         return flow(checkpoint, options.config, options.block_size, options.device)
+
+
+def _finite(value: Any) -> Any:
+    """Return None for NaN and infinity, which JSON cannot say."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _host_row(report: HostReport) -> dict[str, Any]:

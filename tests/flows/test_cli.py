@@ -71,7 +71,8 @@ def test_compare_pairs_steps_and_judges_a_gate(scored: Setup) -> None:
     table = scored.json("compare")
     assert [row["step"] for row in table["rows"]] == [1, 2]
     assert table["rows"][1]["difference"]["num_prompts"] == 4
-    assert scored.cli("compare", "--fail-below", "0.5").returncode == 0
+    assert scored.cli("compare", "--fail-below", "1").returncode == 0
+    assert "--baseline" in fails(scored, "compare", "--fail-below", "0")
     missed = scored.cli("compare", "--fail-below", "7.5")
     assert missed.returncode == 1
     assert "7.5" in missed.stdout
@@ -79,6 +80,7 @@ def test_compare_pairs_steps_and_judges_a_gate(scored: Setup) -> None:
 
 
 def test_sql_reads_and_cannot_write(scored: Setup) -> None:
+    assert scored.json("sql", "SELECT 1e0 / 0 AS x") == [{"x": None}]
     rows = scored.json("sql", "SELECT run, step FROM leaderboard ORDER BY step")
     assert rows == [{"run": "a", "step": 1}, {"run": "a", "step": 2}]
     before = scored.results.read_bytes()
