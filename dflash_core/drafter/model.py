@@ -46,6 +46,16 @@ class Anchors(NamedTuple):
     """Slots of the block, 1..K; shorter near the length limit."""
 
 
+class _Rows(NamedTuple):
+    """What attention needs of the blocks at A anchors of one layer."""
+
+    queries_AKHE: Tensor
+    keys_AKGE: Tensor
+    values_AKGE: Tensor
+    position_A: Tensor
+    num_slots_A: Tensor
+
+
 class Drafter:
     """Weights and facts of one drafter on one device, ready to draft.
 
@@ -133,64 +143,31 @@ class Drafter:
         values_AKGE = self._project(normed_AKD, f"{prefix}.self_attn.v_proj").unflatten(
             -1, (self.spec.num_kv_heads, -1)
         )
-        parts = zip(
-            contexts,
-            queries_AKHE.split(list(counts)),
-            keys_AKGE.split(list(counts)),
-            values_AKGE.split(list(counts)),
-            position_A.split(list(counts)),
-            num_slots_A.split(list(counts)),
-            strict=True,
-        )
-        attended = [self._attend(layer, *part) for part in parts]
+        rows = _Rows(queries_AKHE, keys_AKGE, values_AKGE, position_A, num_slots_A)
+        of_each = [_Rows(*part) for part in zip(*(tensor.split(list(counts)) for tensor in rows), strict=True)]
+        attended = [self._attend(layer, context, part) for context, part in zip(contexts, of_each, strict=True)]
         hidden_AKD = hidden_AKD + self._project(torch.cat(attended), f"{prefix}.self_attn.o_proj")
         normed_AKD = self._norm(hidden_AKD, f"{prefix}.post_attention_layernorm.weight")
         gate = functional.silu(self._project(normed_AKD, f"{prefix}.mlp.gate_proj"))
         inner = gate * self._project(normed_AKD, f"{prefix}.mlp.up_proj")
         return hidden_AKD + self._project(inner, f"{prefix}.mlp.down_proj")
 
-    def _attend(
-        self,
-        layer: int,
-        context: LayerContext,
-        queries_AKHE: Tensor,
-        keys_AKGE: Tensor,
-        values_AKGE: Tensor,
-        position_A: Tensor,
-        num_slots_A: Tensor,
-    ) -> Tensor:
+    def _attend(self, layer: int, context: LayerContext, rows: _Rows) -> Tensor:
         """Return attention's output (A, K, H*E) for anchors of one transcript, in slices of anchors."""
-        num_anchors, num_slots, num_heads, _ = queries_AKHE.shape
+        num_anchors, num_slots, num_heads, _ = rows.queries_AKHE.shape
         if num_anchors == 0:
-            return queries_AKHE.new_zeros(0, num_slots, num_heads * self.spec.head_dim)
+            return rows.queries_AKHE.new_zeros(0, num_slots, num_heads * self.spec.head_dim)
         # The last position that any anchor may see: what lies beyond is left out of the products.
-        end = int(position_A.max())
+        end = int(rows.position_A.max())
         slice_size = max(1, SCORE_BUDGET_ELEMENTS // max(1, num_slots * num_heads * (end + num_slots)))
         context = LayerContext(context.keys_GTE[:, :end], context.values_GTE[:, :end])
-        outputs = [
-            self._attend_slice(
-                layer,
-                context,
-                queries_AKHE[part],
-                keys_AKGE[part],
-                values_AKGE[part],
-                position_A[part],
-                num_slots_A[part],
-            )
-            for part in (slice(first, first + slice_size) for first in range(0, num_anchors, slice_size))
-        ]
-        return torch.cat(outputs)
+        slices = (slice(first, first + slice_size) for first in range(0, num_anchors, slice_size))
+        return torch.cat(
+            [self._attend_slice(layer, context, _Rows(*(tensor[part] for tensor in rows))) for part in slices]
+        )
 
-    def _attend_slice(
-        self,
-        layer: int,
-        context: LayerContext,
-        queries_AKHE: Tensor,
-        keys_AKGE: Tensor,
-        values_AKGE: Tensor,
-        position_A: Tensor,
-        num_slots_A: Tensor,
-    ) -> Tensor:
+    def _attend_slice(self, layer: int, context: LayerContext, rows: _Rows) -> Tensor:
+        queries_AKHE, keys_AKGE, values_AKGE, position_A, num_slots_A = rows
         A, K, H, E = queries_AKHE.shape
         G = self.spec.num_kv_heads
         R = H // G  # query heads that share one key/value head
