@@ -53,6 +53,9 @@ class HostSettings(_Section):
     """Private key to log in with; None uses ~/.ssh/config, the agent and the default keys."""
     timeout_s: float = Field(default=20.0, gt=0)
     """How long one answer of this host may take, in seconds."""
+    transport: Literal["auto", "openssh", "asyncssh"] = "auto"
+    """Who carries the SFTP session: `openssh`, your own `ssh` with all of ~/.ssh/config, or `asyncssh`,
+    a client in Python. auto: `ssh` where it is installed, and asyncssh for large reads over a long link."""
     models: list[str] = []
     """Folders of models that `probe` looks into; a leading `~` is the home folder on that host."""
     disks: list[str] = []

@@ -58,7 +58,7 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
     plan = stages.plan_target(config)
     store = Store(config.store)
     written_artifact = store.find(written.KIND, plan.transcripts_key)
-    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection.ref.identity))
+    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection, config))
     if written_artifact is None or weights is None:
         raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
     transcripts = written.read_transcripts(written_artifact)

@@ -12,6 +12,7 @@
     │       ├── CheckpointNotReady     still being written
     │       ├── CheckpointCorrupt      cut off, or its bytes contradict its own index
     │       ├── CheckpointChanged      replaced while it was read
+    │       ├── CheckpointVanished     deleted, renamed or rotated away after it was found (exit status 1)
     │       ├── UnsupportedCheckpoint  readable, but of a kind we refuse by name
     │       └── CheckpointMismatch     made for another target, or against its own config
     ├── HostError                 a machine could not be used (exit status 2)
@@ -24,7 +25,8 @@
         └── NoResults                 there is none yet (exit status 2)
 
 A message says what is wrong with its value, what was expected, where, and what to do next; it
-starts in lower case and fits one line. `exit_status` is what `dflash-eval` ends with.
+starts in lower case and fits one line. `exit_status` is what `dflash-eval` ends with, `status` what the
+results say of a checkpoint that was not scored for it.
 """
 
 
@@ -32,6 +34,7 @@ class DFlashEvalError(Exception):
     """Base of all errors that this project raises on purpose."""
 
     exit_status = 1
+    status = "failed"
 
 
 class InputError(DFlashEvalError, ValueError):
@@ -78,6 +81,13 @@ class CheckpointCorrupt(CheckpointError):
 
 class CheckpointChanged(CheckpointError):
     """Raised when the checkpoint was replaced while it was being read."""
+
+
+class CheckpointVanished(CheckpointError):
+    """Raised when a checkpoint that was found is gone before all of it was read: rotated away, or renamed."""
+
+    exit_status = 1
+    status = "vanished"
 
 
 class UnsupportedCheckpoint(CheckpointError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,11 +19,22 @@ import polars
 from dflash_core import stages
 from dflash_core.acceptance import walk
 from dflash_core.checkpoints import CheckpointInspection, inspect_checkpoint
+from dflash_core.checkpoints.dtypes import WEIGHT_TYPES
+from dflash_core.checkpoints.names import DRAFT_VOCABULARY
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
 from dflash_core.drafter.spec import ROW_ALIGNMENT, DrafterSpec, read_drafter_spec, target_layer_ids
-from dflash_core.errors import ArtifactDamaged, CheckpointError, CheckpointNotReady, DraftConfigError
+from dflash_core.errors import (
+    ArtifactDamaged,
+    CheckpointError,
+    CheckpointNotReady,
+    CheckpointVanished,
+    DFlashEvalError,
+    DraftConfigError,
+    UnsupportedCheckpoint,
+    one_line,
+)
 from dflash_core.results.records import CheckpointRecord, EvaluationRecord, PromptRecord
 from dflash_core.stages import Manifest, TargetPlan
 from dflash_core.store import Store, digest
@@ -38,14 +49,17 @@ def inspect(checkpoint: str, config: Config) -> CheckpointInspection:
 
 
 def require_ready(inspection: CheckpointInspection) -> None:
-    """Refuse a checkpoint that is still being written.
+    """Refuse a checkpoint that is still being written, or whose tensors are not those of a drafter.
 
     Raises:
         CheckpointNotReady: with the reason.
+        UnsupportedCheckpoint: it cannot be scored at all.
     """
     if not inspection.ready:
         url = inspection.ref.url
         raise CheckpointNotReady(f"{url} is not ready: {inspection.not_ready_reason}; try again later")
+    if inspection.refusal is not None:
+        raise UnsupportedCheckpoint(inspection.refusal)
 
 
 def read_spec(inspection: CheckpointInspection, config: Config, target: ModelConfig) -> DrafterSpec:
@@ -62,6 +76,7 @@ def read_spec(inspection: CheckpointInspection, config: Config, target: ModelCon
         for entry in inspection.tensors
         if entry.role == "drafter" and entry.canonical_name is not None
     }
+    _require_scored_kinds(inspection, target)
     args = _training_args(inspection.facts)
     spec = read_drafter_spec(data, shapes, target, where=where, training_args=args)
     if inspection.config is not None and data is not inspection.config:
@@ -72,6 +87,30 @@ def read_spec(inspection: CheckpointInspection, config: Config, target: ModelCon
             f"trained with; shorter is allowed"
         )
     return spec
+
+
+def _require_scored_kinds(inspection: CheckpointInspection, target: ModelConfig) -> None:
+    """Refuse what is fetched faithfully but not computed with: quantised weights, other vocabularies.
+
+    Raises:
+        UnsupportedCheckpoint: with the tensor's name.
+    """
+    url = inspection.ref.url
+    for entry in inspection.tensors:
+        if entry.canonical_name in DRAFT_VOCABULARY:
+            raise UnsupportedCheckpoint(
+                f"{url}: {entry.name!r} says that the drafter has a reduced vocabulary, which is not scored yet"
+            )
+        if entry.role in ("embedding", "head") and entry.shape != (target.vocab_size, target.hidden_size):
+            raise UnsupportedCheckpoint(
+                f"{url}: {entry.name!r} has the shape {list(entry.shape)}, the target's vocabulary and hidden size are "
+                f"{[target.vocab_size, target.hidden_size]}; a drafter with another vocabulary is not scored yet"
+            )
+        if entry.role == "drafter" and entry.dtype not in WEIGHT_TYPES:
+            raise UnsupportedCheckpoint(
+                f"{url}: tensor {entry.name!r} is of type {entry.dtype}, expected {', '.join(WEIGHT_TYPES)}; "
+                "quantised drafters are not scored, for the scales are not part of the tensor"
+            )
 
 
 def _check_agreement(
@@ -221,8 +260,12 @@ def done_record(
     seconds: dict[str, float],
     cached: dict[str, bool],
     bytes_read: int,
+    warnings: Sequence[str] = (),
 ) -> EvaluationRecord:
-    """Return the record of a finished evaluation, with its blocks read from the store."""
+    """Return the record of a finished evaluation, with its blocks read from the store.
+
+    `warnings` are what a person should know of this checkpoint before trusting its numbers.
+    """
     store = Store(config.store)
     artifact = store.find(stages.BLOCKS_KIND, blocks["key"])
     if artifact is None:
@@ -233,7 +276,7 @@ def done_record(
         checkpoint=checkpoint,
         status="done",
         error=None,
-        spec={**spec, "packages": environment()},
+        spec={**spec, "packages": environment(), "warnings": list(warnings)},
         target=str(spec["target"]),
         block_size=int(spec["block_size"]),
         device=artifact.meta["device"],
@@ -249,15 +292,19 @@ def done_record(
 
 
 def failed_record(
-    config: Config, checkpoint: CheckpointRecord, error: str, *, started_at: datetime, seconds: dict[str, float]
+    config: Config, checkpoint: CheckpointRecord, error: Exception, *, started_at: datetime, seconds: dict[str, float]
 ) -> EvaluationRecord:
-    """Return the record of an evaluation that failed; it holds no number."""
+    """Return the record of an evaluation that ended with an error, which decides its status; it holds no number."""
     conditions = config.model_dump(mode="json", exclude={"hosts"})
+    if isinstance(error, DFlashEvalError):
+        status, text = error.status, one_line(error)
+    else:
+        status, text = "failed", f"{type(error).__name__}: {one_line(error)}"
     return EvaluationRecord(
         evaluation_id=digest("failed", checkpoint.checkpoint_id, conditions),
         checkpoint=checkpoint,
-        status="failed",
-        error=error,
+        status=status,
+        error=text,
         spec={"packages": environment()},
         target=str(config.target.model),
         block_size=config.drafter.block_size,
@@ -271,13 +318,21 @@ def failed_record(
     )
 
 
+def vanished(inspection: CheckpointInspection) -> CheckpointVanished:
+    """Return the error for a checkpoint that was inspected and is not there any more."""
+    return CheckpointVanished(
+        f"{inspection.ref.url} vanished before it was read whole: it was deleted, renamed or rotated away; "
+        f"evaluate it where it lies now, or have the run keep its checkpoints for longer"
+    )
+
+
 def known_evaluation_id(config: Config, inspection: CheckpointInspection) -> str | None:
     """Return the identity that an evaluation of this checkpoint would have, if the store can tell.
 
     Nothing is streamed or computed: None where the transcripts or the drafter are not in the store.
     """
     store = Store(config.store)
-    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection.ref.identity))
+    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection, config))
     plan = stages.plan_target(config) if weights is not None else None
     transcripts = store.find(written.KIND, plan.transcripts_key) if plan is not None else None
     if weights is None or plan is None or transcripts is None:

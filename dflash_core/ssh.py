@@ -6,8 +6,13 @@ checkpoint's address typed by hand is read with the same known_hosts file and ra
 
 from __future__ import annotations
 
+import math
+import os
+import pwd
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -17,7 +22,12 @@ from dflash_core.errors import InputError
 SSH_SCHEMES = ("ssh", "sftp")
 DEFAULT_PORT = 22
 # The client's order decides; asyncssh offers chacha20 first, which costs twice the CPU of GCM.
-CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr")
+GCM_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
+CIPHERS = (*GCM_CIPHERS, "chacha20-poly1305@openssh.com", "aes128-ctr")
+SERVER_ALIVE_S = 15
+# What ssh itself allows since 9.6: these words may end up in a ProxyCommand, which a shell runs.
+_PLAIN_HOST = re.compile(r"(?!-)[^\s'`\"$\\;&<>|(){}/@]+")
+_PLAIN_USER = re.compile(r"(?!-)[^'`\";&<>|(){}\x00-\x1f]+(?<!\\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +72,12 @@ def parse_ssh_url(url: str) -> SshAddress:
         raise InputError(f"{place!r} is not a host and a port number; write ssh://user@host:port/path") from error
     if not parts.hostname:
         raise InputError(f"no host in {url!r}; write ssh://user@host:port/path")
-    return SshAddress(host=parts.hostname, port=port, user=unquote(user) or None, path=unquote(slash + path))
+    # As it was typed, not in lower case: the aliases of ~/.ssh/config know the difference.
+    begin = max(0, place.lower().find(parts.hostname))
+    host = place[begin : begin + len(parts.hostname)]
+    return SshAddress(
+        host=host, port=port, user=unquote(user) or None, path=unquote(slash + path, errors="surrogateescape")
+    )
 
 
 def settings_for(url: str, hosts: Mapping[str, HostSettings]) -> HostSettings:
@@ -72,8 +87,8 @@ def settings_for(url: str, hosts: Mapping[str, HostSettings]) -> HostSettings:
         if not is_ssh_url(host.url):
             continue
         known = parse_ssh_url(host.url)
-        if (known.host, known.port or DEFAULT_PORT, known.user) == (
-            address.host,
+        if (known.host.lower(), known.port or DEFAULT_PORT, known.user) == (
+            address.host.lower(),
             address.port or DEFAULT_PORT,
             address.user,
         ):
@@ -99,3 +114,70 @@ def connect_options(address: SshAddress, settings: HostSettings) -> dict[str, An
     if settings.identity_file is not None:
         options["client_keys"] = [settings.identity_file]
     return options
+
+
+def openssh_command(address: SshAddress, settings: HostSettings) -> list[str]:
+    """Return the command that starts an SFTP session over the pipes of the user's own OpenSSH client.
+
+    `~/.ssh/config`, agent, hardware keys and jump hosts are honoured, because it is the client that
+    the user logs in with by hand; a master connection of theirs is used but never started. Nothing
+    is forwarded, no shell is asked for, nobody is asked for a password, and no file is written.
+
+    Raises:
+        InputError: host or user would be read as something else on a command line.
+    """
+    if not _PLAIN_HOST.fullmatch(address.host):
+        raise InputError(f"{address.host!r} is not the name of a host; write ssh://user@host:port/path")
+    if address.user is not None and not _PLAIN_USER.fullmatch(address.user):
+        raise InputError(f"{address.user!r} is not the name of a user; write ssh://user@host:port/path")
+    options = {
+        "BatchMode": "yes",
+        "Ciphers": "^" + ",".join(GCM_CIPHERS),
+        "ClearAllForwardings": "yes",
+        "Compression": "no",
+        "ConnectTimeout": str(max(1, math.ceil(settings.timeout_s))),
+        "ControlMaster": "no",
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "LogLevel": "INFO",  # the reasons for a lost connection are told at this level
+        "PermitLocalCommand": "no",
+        "RemoteCommand": "none",
+        "RequestTTY": "no",
+        "ServerAliveInterval": str(SERVER_ALIVE_S),
+        "Tunnel": "no",
+        "UpdateHostKeys": "no",
+        **_host_key_options(settings),
+    }
+    if address.port is not None:
+        options["Port"] = str(address.port)
+    if address.user is not None:
+        options["User"] = address.user
+    if settings.identity_file is not None:
+        options |= {"IdentityFile": _quoted(settings.identity_file), "IdentitiesOnly": "yes"}
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return ["ssh", *words, "-s", "--", address.host, "sftp"]
+
+
+def _host_key_options(settings: HostSettings) -> dict[str, str]:
+    """Return how the host key is checked; the default file leaves its place to the user's own configuration."""
+    if settings.known_hosts is None:
+        nowhere = {"UserKnownHostsFile": "/dev/null", "GlobalKnownHostsFile": "/dev/null"}
+        return {"StrictHostKeyChecking": "no", **nowhere}
+    options = {"StrictHostKeyChecking": "yes"}
+    if Path(settings.known_hosts) != Path(_login_home(), ".ssh", "known_hosts"):
+        options |= {"UserKnownHostsFile": _quoted(settings.known_hosts), "GlobalKnownHostsFile": "/dev/null"}
+    return options
+
+
+def _login_home() -> str:
+    """Return the home folder that ssh goes by; it does not look at HOME."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return str(Path.home())
+
+
+def _quoted(path: str) -> str:
+    """Return a path as one word of ssh's configuration, `%` and quotes taken literally."""
+    escaped = str(Path(path).absolute()).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'

@@ -8,6 +8,7 @@ Tensors never leave a stage. Prefect tasks call these functions, and so may anyb
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_core import progress
-from dflash_core.checkpoints import stream_checkpoint
+from dflash_core.checkpoints import CheckpointInspection, stream_checkpoint
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.model import Drafter
@@ -28,7 +29,7 @@ from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Artifact, Store, digest
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
-from dflash_core.target.head import load_embedding_and_head
+from dflash_core.target.head import TargetTables, load_embedding_and_head
 from dflash_core.target.loading import Target, resolve_target
 from dflash_core.target.prompts import Prompt, load_prompts
 from dflash_core.target.runtime import DTYPES, cpu_dtype
@@ -37,7 +38,7 @@ DRAFTER_KIND = "drafter"
 BLOCKS_KIND = "blocks"
 WEIGHTS_NAME = "weights.safetensors"
 BLOCKS_NAME = "blocks.parquet"
-STREAMING_VERSION = 1
+STREAMING_VERSION = 2
 """Raised when streaming the same checkpoint would write other tensors."""
 
 Manifest = dict[str, Any]
@@ -106,38 +107,53 @@ def write_transcripts(config: Config) -> Manifest:
     return _manifest(artifact)
 
 
-def drafter_key(identity: str) -> str:
-    """Return the key of the drafter's own tensors, from the identity that the index gives."""
-    return digest(DRAFTER_KIND, STREAMING_VERSION, identity)
+def drafter_key(inspection: CheckpointInspection, config: Config) -> str:
+    """Return the key of the drafter's own tensors, from the identity that the index gives.
+
+    Which embedding and head are the drafter's own depends on the target, where the checkpoint holds some.
+    """
+    target = resolve_target(config.target.model, Store(config.store)).identity if inspection.has_tables else None
+    return digest(DRAFTER_KIND, STREAMING_VERSION, inspection.ref.identity, target)
 
 
-def stream_drafter(checkpoint: str, config: Config, identity: str) -> Manifest:
+def stream_drafter(checkpoint: str, config: Config, identity: str, key: str) -> Manifest:
     """Bring the drafter's own tensors into the store, or find them there.
+
+    An attempt that was cut off leaves what it had in the store, and the next one goes on from there.
 
     Args:
         checkpoint: path or URL.
-        config: hosts and store.
+        config: hosts, store and target.
         identity: what the checkpoint's index said; a checkpoint that changed since is an error.
+        key: what `drafter_key` said.
     """
+    store = Store(config.store)
+    target = resolve_target(config.target.model, store)
 
     def write(folder: Path) -> dict[str, Any]:
-        streamed = stream_checkpoint(
-            checkpoint,
-            folder / WEIGHTS_NAME,
-            hosts=config.hosts,
-            run=config.run,
-            expected_identity=identity,
-            on_progress=lambda done, total: progress.report("stream_checkpoint", done, total),
-        )
+        with store.unfinished(DRAFTER_KIND, key) as unfinished:
+            streamed = stream_checkpoint(
+                checkpoint,
+                unfinished / WEIGHTS_NAME,
+                hosts=config.hosts,
+                run=config.run,
+                expected_identity=identity,
+                target=TargetTables(target),
+                on_progress=lambda done, total: progress.report("stream_checkpoint", done, total),
+            )
+            os.replace(streamed.path, folder / WEIGHTS_NAME)
         return {
             "identity": identity,
             "weights_sha256": streamed.weights_sha256,
             "bytes_read": streamed.bytes_read,
             "bytes_wanted": streamed.bytes_wanted,
             "bytes_total": streamed.bytes_total,
+            "own_tables": list(streamed.own_tables),
+            "unverified_tensors": list(streamed.unverified_tensors),
+            "warnings": list(streamed.warnings),
         }
 
-    return _manifest(Store(config.store).build(DRAFTER_KIND, drafter_key(identity), write))
+    return _manifest(store.build(DRAFTER_KIND, key, write))
 
 
 def hidden_states_key(plan: TargetPlan, transcripts: str, layers: tuple[int, ...]) -> str:
@@ -272,6 +288,9 @@ def load_drafter(
     tensors = load_file(weights.file(WEIGHTS_NAME))
     _check_finite(tensors)
     embedding_VD, head_VD = load_embedding_and_head(plan.target)
+    # Present only where the drafter has its own: copies of the target's are not fetched.
+    embedding_VD = tensors.pop("embed_tokens.weight", embedding_VD)
+    head_VD = tensors.pop("lm_head.weight", head_VD)
     model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
     return model, scoring.Head(head_VD, model)
 

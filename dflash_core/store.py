@@ -2,6 +2,7 @@
 
     <root>/<kind>/<key>/manifest.json     sizes, digests and what later stages need to know
     <root>/<kind>/<key>/<files>
+    <root>/unfinished/<kind>-<key>/       what a killed or cut off builder had, for the next one to go on with
     <root>/locks/<kind>-<key>.lock        one builder at a time; the kernel frees it when a process dies
 
 A builder writes into a temporary folder beside the final one; files are flushed to disk, the manifest
@@ -16,9 +17,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 from dflash_core.errors import ConfigError
 
 MANIFEST_NAME = "manifest.json"
+UNFINISHED_KEPT_S = 3 * 86400
 _HASH_CHUNK_BYTES = 4 << 20
 
 
@@ -130,6 +133,30 @@ class Store:
             if found is not None:
                 return found
             return self._publish(kind, key, write)
+
+    @contextmanager
+    def unfinished(self, kind: str, key: str) -> Iterator[Path]:
+        """Yield a folder that outlives a killed or failed builder of this artifact, for what it has so far.
+
+        It is removed when the block ends well; what builders never came back to goes after some days.
+        Only a builder inside `build` or `exclusive` may use it: the lock is what keeps others out.
+        """
+        root = self.root / "unfinished"
+        folder = root / f"{kind}-{key}"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        for other in root.iterdir():
+            with suppress(OSError):
+                if time.time() - other.stat().st_mtime > UNFINISHED_KEPT_S and other != folder:
+                    shutil.rmtree(other)
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def exclusive(self, kind: str, key: str) -> Iterator[None]:
+        """Let one process at a time into the block, of those that want to make the artifacts that a key stands for."""
+        with self._lock(f"{kind}-{key}"):
+            yield
 
     def _publish(self, kind: str, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Artifact:
         final = self.folder(kind, key)

@@ -1,8 +1,8 @@
 """`dflash-eval`: the command line.
 
-Exit status: 0 done, 1 a checkpoint failed or a gate was missed, 2 the user's input was wrong. An error
-is one line on standard error; `--debug` shows where it came from. With `--json` standard output holds
-one JSON document and nothing else.
+Exit status: 0 done, 1 a checkpoint failed or vanished, or a gate was missed, 2 the user's input was wrong.
+(To a watch a checkpoint that vanished is no failure: runs rotate theirs.) An error is one line on standard
+error; `--debug` shows where it came from. With `--json` standard output holds one JSON document and nothing else.
 
 Prefect and torch are imported by the commands that need them, so that `--help` and `sql` stay quick.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_core.config import Config, load_config, with_overrides
-from dflash_core.errors import DFlashEvalError, InputError, one_line
+from dflash_core.errors import DFlashEvalError, InputError, UnsupportedCheckpoint, one_line
 from flows import screen
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ def inspect(options: argparse.Namespace) -> int:
         screen.print_json(inspection_json(inspection, config))
     else:
         show_inspection(inspection, config)
+    if inspection.refusal is not None:
+        screen.say(f"dflash-eval: {inspection.refusal}")
+        return UnsupportedCheckpoint.exit_status
     return 0
 
 
@@ -104,7 +107,7 @@ def evaluate(options: argparse.Namespace) -> int:
                 if options.debug:
                     raise
                 errors.append(error)
-                results.append(_failed(checkpoint, error))
+                results.append(_without_numbers(checkpoint, one_line(error), error.status))
                 screen.say(f"dflash-eval: {one_line(error)}")
     if options.json:
         screen.print_json([_with_walks(result, config) if options.blocks else result for result in results])
@@ -136,10 +139,12 @@ def watch(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             screen.say("watch ended; what was scored is in the results")
     if options.json:
-        screen.print_json(watching.results + [_failed(name, text) for name, text in watching.failures.items()])
+        failed = [_without_numbers(name, text, "failed") for name, text in watching.failures.items()]
+        vanished = [_without_numbers(name, text, "vanished") for name, text in watching.vanished.items()]
+        screen.print_json(watching.results + failed + vanished)
     elif watching.results:
         _show_results(watching.results)
-    elif options.once and not watching.failures:
+    elif options.once and not watching.failures and not watching.vanished:
         screen.say(f"nothing was ready in {options.run_url}")
     return 1 if watching.failures else 0
 
@@ -231,9 +236,9 @@ class _Scorer:
             self._context.__exit__(*details)
 
     def __call__(self, checkpoint: str) -> dict[str, Any]:
-        from flows.watching import known_result
+        from flows.watching import score_checkpoint
 
-        return known_result(self._config, checkpoint) or self.run_flow(checkpoint)
+        return score_checkpoint(self._config, checkpoint, self.run_flow).result
 
     def run_flow(self, checkpoint: str) -> dict[str, Any]:
         """Run the flow for a checkpoint that is not known."""
@@ -285,11 +290,10 @@ def _show_comparison(comparison: Comparison) -> None:
         print(note)
 
 
-def _failed(checkpoint: str, error: Exception | str) -> dict[str, Any]:
-    text = error if isinstance(error, str) else one_line(error)
+def _without_numbers(checkpoint: str, error: str, status: str) -> dict[str, Any]:
     empty: dict[str, Any] = {"cached": {}, "seconds": {}, "datasets": {}, "groups": {}}
     unknown = dict.fromkeys(("run", "step", "evaluation_id", "block_size", "bytes_read", "bytes_total"))
-    return {"checkpoint": checkpoint, "status": "failed", "error": text, **unknown, **empty}
+    return {"checkpoint": checkpoint, "status": status, "error": error, "warnings": [], **unknown, **empty}
 
 
 def _with_walks(result: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -314,6 +318,9 @@ def _show_results(results: list[dict[str, Any]]) -> None:
     else:
         title, rows = "Acceptance", [_checkpoint_row(result) for result in results]
     screen.print_table(title, rows, caption="; ".join([caption, *conditions]))
+    for result in done:
+        for warning in result["warnings"]:
+            screen.say(f"warning: {result['checkpoint']}: {warning}")
 
 
 def _slice_row(name: str, slice_: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +335,7 @@ def _slice_row(name: str, slice_: dict[str, Any]) -> dict[str, Any]:
 
 def _checkpoint_row(result: dict[str, Any]) -> dict[str, Any]:
     if result["status"] != "done":
-        return {"run": result["checkpoint"], "step": None, "tau": "failed", "read": None, "took": None}
+        return {"run": result["checkpoint"], "step": None, "tau": result["status"], "read": None, "took": None}
     return {
         "run": result["run"],
         "step": result["step"],

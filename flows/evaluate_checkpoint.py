@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from dflash_core import evaluation, stages
 from dflash_core.checkpoints import CheckpointInspection
 from dflash_core.config import Config, load_config, with_overrides
-from dflash_core.errors import DFlashEvalError, one_line
+from dflash_core.errors import CheckpointNotFound
 from dflash_core.hosts.present import report_from_json
 from dflash_core.results import database
 from flows.planning import require_target_fits
@@ -77,8 +77,13 @@ def evaluate_checkpoint(
         clock.bytes_read = inspection.bytes_read
         return _evaluate(settings, checkpoint, inspection, clock)
     except Exception as error:  # the flow's boundary: every failure of a checkpoint that was found is a row
-        if inspection is not None and inspection.ready:
-            _write_failure(settings, inspection, error, clock)
+        if inspection is None or not inspection.ready:
+            raise
+        if isinstance(error, CheckpointNotFound):  # but it was found before
+            vanished = evaluation.vanished(inspection)
+            _write_failure(settings, inspection, vanished, clock)
+            raise vanished from error
+        _write_failure(settings, inspection, error, clock)
         raise
 
 
@@ -91,7 +96,7 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
         reports = [report_from_json(report) for report in probe_hosts(config)]
     drafter = evaluation.read_spec(inspection, config, plan.target.config)
     identity = inspection.ref.identity
-    drafter_key = stages.drafter_key(identity)
+    drafter_key = stages.drafter_key(inspection, config)
     streamed = clock.run(
         "stream_checkpoint", stream_checkpoint, config, config.store, drafter_key, checkpoint, identity
     )
@@ -116,6 +121,7 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
         seconds=clock.seconds,
         cached=clock.cached,
         bytes_read=clock.bytes_read,
+        warnings=[*inspection.contradictions, *streamed["meta"]["warnings"]],
     )
     write_results(config.results, record)
     result = database.read_evaluation(config.results, record.evaluation_id)
@@ -124,11 +130,10 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
 
 
 def _write_failure(config: Config, inspection: CheckpointInspection, error: Exception, clock: _Clock) -> None:
-    text = one_line(error) if isinstance(error, DFlashEvalError) else f"{type(error).__name__}: {one_line(error)}"
     record = evaluation.failed_record(
         config,
         evaluation.checkpoint_record(inspection, None),
-        text,
+        error,
         started_at=clock.started_at,
         seconds=clock.seconds,
     )

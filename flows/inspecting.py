@@ -31,6 +31,7 @@ def show_inspection(inspection: CheckpointInspection, config: Config) -> None:
         "run": ref.run,
         "step": ref.step,
         "layout": ref.layout,
+        "dialect": inspection.dialect,
         "ready": "yes" if inspection.ready else f"no: {inspection.not_ready_reason}",
         "to read": screen.megabytes(inspection.bytes_wanted) if inspection.ready else None,
         "to skip": screen.megabytes(skipped) if inspection.ready else None,
@@ -41,12 +42,14 @@ def show_inspection(inspection: CheckpointInspection, config: Config) -> None:
     screen.print_table(ref.url, [{"what": key, "value": value} for key, value in summary.items()])
     if inspection.tensors:
         screen.print_table("Tensors", _tensor_rows(inspection))
+    for contradiction in inspection.contradictions:
+        screen.say(f"contradiction: {contradiction}")
     if inspection.odd_globals:
         screen.say(f"names in the pickle that no checkpoint needs (never run): {', '.join(inspection.odd_globals)}")
     facts = [{"found in the checkpoint": name, "value": str(value)} for name, value in inspection.facts.items()]
     if facts:
         screen.print_table("Facts", facts[:_MOST_FACTS])
-    if inspection.ready:
+    if inspection.ready and inspection.refusal is None:
         _show_reading(inspection, config)
 
 
@@ -92,6 +95,8 @@ def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterS
 
     if not inspection.ready:
         return None, inspection.not_ready_reason
+    if inspection.refusal is not None:
+        return None, inspection.refusal
     if config.target.model is None:
         return None, "no target.model in the config to check them against"
     try:

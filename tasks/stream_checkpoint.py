@@ -35,4 +35,4 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
 )
 def stream_checkpoint(config: Config, store: str, key: str, checkpoint: str, identity: str) -> dict[str, Any]:
     """Run `dflash_core.stages.stream_drafter`."""
-    return stages.stream_drafter(checkpoint, config, identity)
+    return stages.stream_drafter(checkpoint, config, identity, key)

@@ -7,64 +7,43 @@ what is planned and what is read are the same.
 from __future__ import annotations
 
 import hashlib
-import json
-import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from dflash_core.checkpoints.dtypes import WEIGHT_TYPES, ElementType
-from dflash_core.checkpoints.facts import collect_facts, step_of
+from dflash_core.checkpoints.container import Container
+from dflash_core.checkpoints.facts import step_of
 from dflash_core.checkpoints.layout import Located, locate, step_and_run
-from dflash_core.checkpoints.names import assign_roles, shortened
-from dflash_core.checkpoints.pickle_values import TensorRef
-from dflash_core.checkpoints.safetensors_file import SafetensorsHeader, StoredTensor, read_header
-from dflash_core.checkpoints.source_base import Source, SourceFile
+from dflash_core.checkpoints.names import NamedRole, read_roles, refusal
+from dflash_core.checkpoints.opening import open_weights
+from dflash_core.checkpoints.side_files import read_side_files
+from dflash_core.checkpoints.source_base import Source
 from dflash_core.checkpoints.sources import open_source
-from dflash_core.checkpoints.torch_file import TorchFile, check_view, read_torch_file
+from dflash_core.checkpoints.trainers import Dialect, recognise
 from dflash_core.checkpoints.values import CheckpointCutOff, CheckpointInspection, CheckpointRef, Facts, TensorEntry
-from dflash_core.checkpoints.zip_index import RangeReader
 from dflash_core.config import HostSettings
-from dflash_core.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointNotReady, UnsupportedCheckpoint
-
-MAX_SIDE_FILE_BYTES = 256 << 10
-MAX_SHARDS = 1000
-# Small JSON files that trainers put beside the weights; later ones win.
-FACT_FILES = ("training_state.json", "trainer_state.json", "metadata.json")
-
-
-@dataclass(kw_only=True, slots=True)
-class WeightFile:
-    """One open file with tensors in it."""
-
-    file: SourceFile
-    reader: RangeReader
-    torch: TorchFile | None = None
-    header: SafetensorsHeader | None = None
-
-    def tensors(self) -> Mapping[str, TensorRef | StoredTensor]:
-        """Return what it holds, by the names in it."""
-        if self.torch is not None:
-            return self.torch.weights
-        assert self.header is not None
-        return self.header.tensors
+from dflash_core.errors import CheckpointError, CheckpointNotFound, CheckpointNotReady, CheckpointVanished
 
 
 @dataclass(kw_only=True, slots=True)
 class OpenCheckpoint:
     """A checkpoint whose index was read and whose files are open."""
 
-    located: Located
     ref: CheckpointRef
+    dialect: Dialect
     entries: tuple[TensorEntry, ...]
-    files: tuple[WeightFile, ...]
+    container: Container
     facts: Facts
     config: dict[str, Any] | None
-    odd_globals: tuple[str, ...] = ()
-    bytes_wanted: int = 0
-    file_of: dict[str, WeightFile] = field(default_factory=dict)
-    """The file that each tensor lies in, by its name in the checkpoint."""
+    refusal: CheckpointError | None
+    """Why it cannot be scored, or None."""
+    contradictions: tuple[str, ...]
+
+    @property
+    def bytes_wanted(self) -> int:
+        """Return the bytes of the drafter's own tensors."""
+        return sum(entry.size_bytes for entry in self.entries if entry.role == "drafter")
 
 
 def inspect_checkpoint(
@@ -83,12 +62,12 @@ def inspect_checkpoint(
         source: an open source of the same place, to save a connection.
 
     Returns:
-        What it holds. A checkpoint that is still being written is described with `ready=False`.
+        What it holds. A checkpoint that is still being written is described with `ready=False`; one
+        that holds tensors of no drafter, or lacks some, with the reason in `refusal`.
 
     Raises:
         CheckpointNotFound: nothing is there, or no checkpoint.
-        UnsupportedCheckpoint: it is of a kind that is not read, or holds tensors that are not known.
-        CheckpointMismatch: the drafter in it is incomplete.
+        UnsupportedCheckpoint: it is of a kind that is not read.
         CheckpointCorrupt: its index contradicts itself.
         HostUnreachable, HostKeyUnknown: its host cannot be used.
     """
@@ -101,15 +80,18 @@ def inspect_checkpoint(
             return _not_ready(place, url, run, str(error), place.bytes_read - read_before)
         return CheckpointInspection(
             ref=held.ref,
+            dialect=held.dialect,
             ready=True,
             not_ready_reason=None,
+            refusal=None if held.refusal is None else str(held.refusal),
             tensors=held.entries,
             bytes_wanted=held.bytes_wanted,
             bytes_total=held.ref.bytes_total,
             bytes_read=place.bytes_read - read_before,
             facts=held.facts,
             config=held.config,
-            odd_globals=held.odd_globals,
+            odd_globals=held.container.odd_globals,
+            contradictions=held.contradictions,
         )
 
 
@@ -120,194 +102,79 @@ def open_checkpoint(source: Source, url: str, *, run: str | None) -> Iterator[Op
     Raises:
         CheckpointNotReady: a marker or a missing shard says that it is still being written.
         CheckpointCutOff: a file of it ends early.
+        CheckpointVanished: its files went away while it was looked at.
     """
     located = locate(source, source.path_of(url))
-    facts, config = read_side_files(source, located)
     with ExitStack() as stack:
-        files = _open_weights(source, located, stack)
-        torch = files[0].torch
-        facts = {**facts, **(torch.facts if torch is not None else {})}
+        try:
+            facts, config = read_side_files(source, located)
+            container = open_weights(source, located, stack)
+        except CheckpointNotFound as error:
+            raise CheckpointVanished(
+                f"{url} went away while it was looked at ({error}); it was deleted, renamed or rotated away"
+            ) from error
+        facts = {**facts, **container.facts}
         named_step, named_run = step_and_run(located)
         content_step = step_of(facts)
-        ref = CheckpointRef(
-            url=url,
-            run=run or named_run,
-            step=named_step if content_step is None else content_step,
-            layout=located.layout,
-            identity=_identity(files),
-            bytes_total=_bytes_total(located),
-            files=tuple(entry.path for entry in located.files),
-        )
-        entries, file_of = _entries(files, url)
+        roles = read_roles(container.tensors)
         yield OpenCheckpoint(
-            located=located,
-            ref=ref,
-            entries=entries,
-            files=files,
+            ref=CheckpointRef(
+                url=url,
+                run=run or named_run,
+                step=named_step if content_step is None else content_step,
+                layout=container.layout,
+                identity=container.identity,
+                bytes_total=_bytes_total(located),
+                files=tuple(entry.path for entry in located.files),
+            ),
+            dialect=recognise(located, config, container.weights_under),
+            entries=_entries(container, roles),
+            container=container,
             facts=facts,
             config=config,
-            odd_globals=torch.odd_globals if torch is not None else (),
-            bytes_wanted=sum(entry.size_bytes for entry in entries if entry.role == "drafter"),
-            file_of=file_of,
+            refusal=refusal(roles, where=url),
+            # A bare number as a name may count epochs, as speculators' does.
+            contradictions=tuple(
+                _contradictions(None if located.name.isdecimal() else named_step, content_step, config, roles)
+            ),
         )
 
 
-def read_side_files(source: Source, located: Located) -> tuple[Facts, dict[str, Any] | None]:
-    """Return the facts and the config in the small JSON files beside the weights.
-
-    Raises:
-        CheckpointNotReady: a marker beside the weights says that they are not complete.
-    """
-    if located.incomplete_marker is not None:
-        raise CheckpointNotReady(
-            f"{source.url_of(located.path)} is marked {located.incomplete_marker!r}; its writer is at work"
+def _entries(container: Container, roles: Mapping[str, NamedRole]) -> tuple[TensorEntry, ...]:
+    """Describe all tensors of a checkpoint."""
+    return tuple(
+        TensorEntry(
+            name=name,
+            canonical_name=role.canonical_name,
+            dtype=container.tensors[name].element.name,
+            shape=container.tensors[name].shape,
+            size_bytes=container.tensors[name].size_bytes,
+            role=role.role,
+            reason=role.reason,
         )
-    facts: Facts = {}
-    if located.is_folder:
-        for name in FACT_FILES:
-            content = _read_json(source, located, name) or {}
-            if name == "metadata.json" and content.get("complete") is False:
-                raise CheckpointNotReady(f"{source.url_of(located.path)}: its metadata.json says complete: false")
-            facts.update({key: value for key, value in collect_facts(content).items() if "." not in key})
-    return facts, _read_json(source, located, "config.json")
+        for name, role in roles.items()
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardIndex:
-    """What the index of a sharded checkpoint says."""
-
-    weight_map: Mapping[str, str]
-    """Tensor name to the name of its shard."""
-    shards: tuple[str, ...]
-    missing: tuple[str, ...]
-    """Shards that do not lie in the folder."""
-
-
-def read_shard_index(source: Source, located: Located) -> ShardIndex:
-    """Read the index of a sharded checkpoint.
-
-    Raises:
-        CheckpointCorrupt: the index is no index.
-    """
-    index = _read_json(source, located, posixpath.basename(located.weights[0]))
-    weight_map = index.get("weight_map") if index is not None else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointCorrupt(f"{source.url_of(located.weights[0])} has no weight_map, so it is no shard index")
-    shards = tuple(sorted({str(name) for name in weight_map.values()}))
-    if len(shards) > MAX_SHARDS or any("/" in name or name.startswith(".") for name in shards):
-        raise CheckpointCorrupt(
-            f"{source.url_of(located.weights[0])} names shards that do not lie beside it: {shortened(shards)}"
-        )
-    missing = tuple(name for name in shards if name not in located.beside)
-    return ShardIndex(weight_map=weight_map, shards=shards, missing=missing)
-
-
-def _open_weights(source: Source, located: Located, stack: ExitStack) -> tuple[WeightFile, ...]:
-    if located.layout == "safetensors_sharded":
-        return _open_shards(source, located, stack)
-    file = stack.enter_context(source.open(located.weights[0]))
-    reader = RangeReader(file)
-    if located.layout == "torch_zip":
-        return (WeightFile(file=file, reader=reader, torch=read_torch_file(reader)),)
-    return (WeightFile(file=file, reader=reader, header=read_header(reader)),)
-
-
-def _open_shards(source: Source, located: Located, stack: ExitStack) -> tuple[WeightFile, ...]:
-    index = read_shard_index(source, located)
-    where = source.url_of(located.path)
-    if index.missing:
-        raise CheckpointNotReady(
-            f"{where}: {len(index.missing)} of {len(index.shards)} shards that its index names are missing: "
-            f"{shortened(index.missing)}; still being written, or not copied whole"
-        )
-    files = []
-    for shard in index.shards:
-        file = stack.enter_context(source.open(posixpath.join(located.folder, shard)))
-        reader = RangeReader(file)
-        header = read_header(reader)
-        absent = [name for name, at in index.weight_map.items() if at == shard and name not in header.tensors]
-        if absent:
-            raise CheckpointCorrupt(f"{where}: shard {shard!r} lacks what the index says it holds: {shortened(absent)}")
-        files.append(WeightFile(file=file, reader=reader, header=header))
-    return tuple(files)
-
-
-def _entries(files: tuple[WeightFile, ...], where: str) -> tuple[tuple[TensorEntry, ...], dict[str, WeightFile]]:
-    """Describe all tensors of a checkpoint, and say which file each lies in."""
-    file_of: dict[str, WeightFile] = {}
-    for file in files:
-        for name in file.tensors():
-            if name in file_of:
-                raise CheckpointCorrupt(
-                    f"{where}: tensor {name!r} lies in two shards; which one is meant cannot be told"
-                )
-            file_of[name] = file
-    roles = assign_roles(file_of, where=where)
-    entries = []
-    for name, role in roles.items():
-        tensor = file_of[name].tensors()[name]
-        element: ElementType = tensor.element
-        if role.role == "drafter" and element.name not in WEIGHT_TYPES:
-            raise UnsupportedCheckpoint(
-                f"{where}: tensor {name!r} is of type {element.name}, expected {', '.join(WEIGHT_TYPES)}; "
-                "quantised drafters are not read"
-            )
-        entries.append(
-            TensorEntry(
-                name=name,
-                canonical_name=role.canonical_name,
-                dtype=element.name,
-                shape=tensor.shape,
-                size_bytes=_size_of(name, tensor, file_of[name], where),
-                role=role.role,
-                reason=role.reason,
-            )
-        )
-    return tuple(entries), file_of
-
-
-def _size_of(name: str, tensor: TensorRef | StoredTensor, file: WeightFile, where: str) -> int:
-    if isinstance(tensor, StoredTensor):
-        return tensor.data.size
-    assert file.torch is not None
-    return check_view(name, tensor, file.torch.records, where)
-
-
-def _identity(files: tuple[WeightFile, ...]) -> str:
-    if files[0].torch is not None:
-        return files[0].torch.identity
-    digest = hashlib.sha256(b"safetensors\0")
-    for file in files:
-        assert file.header is not None
-        digest.update(file.header.raw)
-        digest.update(f"{file.file.stat.size} {file.file.stat.mtime_ns}\n".encode())
-    return digest.hexdigest()
+def _contradictions(
+    named_step: int | None, content_step: int | None, config: Mapping[str, Any] | None, roles: Mapping[str, NamedRole]
+) -> Iterator[str]:
+    """Yield what two places of a checkpoint say differently."""
+    if None not in (named_step, content_step) and named_step != content_step:
+        yield f"its name says step {named_step}, its content step {content_step}; the content is believed"
+    backbone = (config or {}).get("transformer_layer_config") or config or {}
+    stated = backbone.get("num_hidden_layers") if isinstance(backbone, dict) else None
+    layers = {
+        role.canonical_name.split(".")[1]
+        for role in roles.values()
+        if role.canonical_name and role.canonical_name.startswith("layers.")
+    }
+    if isinstance(stated, int) and stated != len(layers):
+        yield f"config.json says num_hidden_layers = {stated}, the tensors make {len(layers)} layers"
 
 
 def _bytes_total(located: Located) -> int:
     return sum(entry.stat.size for entry in located.files if entry.stat is not None)
-
-
-def _read_json(source: Source, located: Located, name: str) -> dict[str, Any] | None:
-    """Return a small JSON object beside the weights, or None where there is none.
-
-    Raises:
-        CheckpointNotReady: it is no JSON (yet).
-    """
-    entry = located.beside.get(name)
-    limit = MAX_SIDE_FILE_BYTES if name in FACT_FILES else 16 * MAX_SIDE_FILE_BYTES
-    if entry is None or entry.stat is None or entry.stat.size > limit:
-        return None
-    try:
-        with source.open(entry.path) as file:
-            content = json.loads(file.read_at(0, file.stat.size))
-    except CheckpointNotFound:
-        return None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointNotReady(
-            f"{source.url_of(entry.path)} is no JSON ({error}); is it still being written?"
-        ) from error
-    return content if isinstance(content, dict) else None
 
 
 def _not_ready(source: Source, url: str, run: str | None, reason: str, bytes_read: int) -> CheckpointInspection:
@@ -319,15 +186,17 @@ def _not_ready(source: Source, url: str, run: str | None, reason: str, bytes_rea
         url=url,
         run=run or named_run,
         step=step,
-        layout=located.layout,
+        layout=located.candidates[0].layout,
         identity=hashlib.sha256(b"not ready\0" + sizes.encode(errors="surrogateescape")).hexdigest(),
         bytes_total=total,
         files=tuple(entry.path for entry in located.files),
     )
     return CheckpointInspection(
         ref=ref,
+        dialect=recognise(located, None, None),
         ready=False,
         not_ready_reason=reason,
+        refusal=None,
         tensors=(),
         bytes_wanted=0,
         bytes_total=total,

@@ -1,42 +1,56 @@
 """Which files make up a checkpoint: found from the names in its folder, without reading any.
 
 A checkpoint is a file (`checkpoint-9500.pt`) or a folder (`step_100/` with `checkpoint.pt`, with
-`model.safetensors`, or with shards and their index). Optimizer, scheduler and random state are
-never taken for weights. What cannot be read is refused by the name of its format.
+`model.safetensors`, with shards and their index, or with a distributed checkpoint in it or in its
+`model/`). Optimizer, scheduler and random state are never taken for weights. Where a folder holds
+several containers, all are named: whether they hold the same is for the reader of their indexes.
 """
 
 from __future__ import annotations
 
 import posixpath
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash_core.checkpoints.names import shortened
+from dflash_core.checkpoints.paths import (
+    INCOMPLETE_MARKER,
+    TORCH_NAMES,
+    TORCH_SUFFIXES,
+    WEIGHT_SUFFIXES,
+    is_file,
+    is_shard_name,
+    is_unfinished_name,
+    is_weight_name,
+    step_in_name,
+)
 from dflash_core.checkpoints.source_base import DirEntry, FileStat, Source
 from dflash_core.checkpoints.values import Layout
 from dflash_core.errors import CheckpointNotFound, UnsupportedCheckpoint
 
-SHARD_INDEX = "model.safetensors.index.json"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
-# In this order where a folder has several; both SpecForge's and the usual names.
-TORCH_NAMES = ("checkpoint.pt", "training_state.pt", "model.pt", "pytorch_model.bin", "model.pth", "checkpoint.pth")
-_NEVER_WEIGHTS = re.compile(
-    r"^(optim.*|sched.*|scaler.*|rng.*|random_states.*|training_args\.bin|training_state_rank.*|training_state\.rank.*"
-    r"|trainer_state\.pt|modelopt_state\.pth|dflash_meta\.pt|.*optimizer.*|.*scheduler.*|lr_.*)$",
-    re.IGNORECASE,
-)
-_UNFINISHED = re.compile(r"^\..*|.*\.(tmp|part|partial|incomplete)$|.*\.tmp[\w-]*$|^\.reserving-.*", re.IGNORECASE)
-_STEP_PATTERNS = (
-    re.compile(r"(?:global_?)?step[_-]?(\d+)", re.IGNORECASE),
-    re.compile(r"(?:checkpoint|ckpt)[_-](\d+)", re.IGNORECASE),
-    re.compile(r"iter(?:ation)?[_-]?(\d+)", re.IGNORECASE),
-    re.compile(r"^(\d+)$"),
-)
-_SHARD = re.compile(r"-\d+-of-\d+\.")
-_NATURAL = re.compile(r"(\d+)")
-INCOMPLETE_MARKER = ".incomplete"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+DCP_METADATA = ".metadata"
+# Folders inside a step that hold its weights: TorchSpec's and NeMo's, FSDP's of accelerate.
+WEIGHT_FOLDERS = ("model", "draft_model", "consolidated", "pytorch_model_fsdp_0")
+MAX_NESTED_FOLDERS = 2
+
+Listings = Mapping[str, Sequence[DirEntry]]
+"""Path of a folder to its entries."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One container of weights in a checkpoint's folder."""
+
+    layout: Layout
+    path: str
+    """The file, the index of shards, or for a distributed checkpoint its folder."""
+
+    @property
+    def folder(self) -> str:
+        """Return the folder that its files lie in."""
+        return self.path if self.layout in ("dcp", "dcp_safetensors") else posixpath.dirname(self.path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,32 +59,48 @@ class Located:
 
     path: str
     """As asked for: the file or the folder."""
-    folder: str
-    """Where its weights lie."""
-    layout: Layout
-    weights: tuple[str, ...]
-    """Paths of the weight files; for shards, of the index alone."""
-    beside: dict[str, DirEntry]
-    """The files of the folder by name, those of other checkpoints included."""
+    candidates: tuple[Candidate, ...]
+    """Containers of its weights; the first is the one to read if the others hold the same."""
+    listings: Listings
+    """The folder of the checkpoint, and those inside it that hold weights."""
     is_folder: bool
+    real_path: str | None = None
+    """Where a link leads; None where the path is none, or its host cannot tell."""
 
     @property
     def name(self) -> str:
         """The name that tells it from the others of its run."""
-        return posixpath.basename(self.path)
+        return posixpath.basename(self.real_path or self.path)
+
+    @property
+    def weights_folder(self) -> str:
+        """Where its weights lie."""
+        return self.candidates[0].folder
 
     @property
     def files(self) -> tuple[DirEntry, ...]:
         """All files that belong to it: of a folder all, of a file that file."""
-        if self.is_folder:
-            return tuple(self.beside.values())
-        return tuple(entry for entry in self.beside.values() if entry.path == self.path)
+        entries = [entry for listing in self.listings.values() for entry in listing if is_file(entry)]
+        return tuple(entry for entry in entries if self.is_folder or entry.path == self.path)
+
+    def find(self, name: str) -> DirEntry | None:
+        """Return the file of that name beside the weights, else in the checkpoint's folder."""
+        for folder in (self.weights_folder, self.path if self.is_folder else posixpath.dirname(self.path)):
+            for entry in self.listings.get(folder, ()):
+                if entry.name == name and is_file(entry):
+                    return entry
+        return None
+
+    def holds(self, name: str) -> bool:
+        """Tell whether the checkpoint's own folder, or that of its weights, has an entry of that name."""
+        folders = (self.weights_folder, self.path if self.is_folder else posixpath.dirname(self.path))
+        return any(entry.name == name for folder in folders for entry in self.listings.get(folder, ()))
 
     @property
     def incomplete_marker(self) -> str | None:
         """Name of a file that says it is not complete, or None."""
-        name = INCOMPLETE_MARKER if self.is_folder else f"{self.name}{INCOMPLETE_MARKER}"
-        return name if name in self.beside else None
+        name = INCOMPLETE_MARKER if self.is_folder else f"{posixpath.basename(self.path)}{INCOMPLETE_MARKER}"
+        return name if self.holds(name) else None
 
 
 def locate(source: Source, path: str) -> Located:
@@ -78,91 +108,99 @@ def locate(source: Source, path: str) -> Located:
 
     Raises:
         CheckpointNotFound: nothing is there, the folder holds no checkpoint, or more than one.
-        UnsupportedCheckpoint: it is of a kind that is not read.
+        UnsupportedCheckpoint: it is a file of a kind that is not read.
     """
     stat = source.stat(path)
     if stat.kind != "folder":
         return _locate_file(source, path, stat)
-    entries = source.list_dir(path)
-    located = locate_in_folder(path, entries)
+    listings = {path: source.list_dir(path)}
+    listings |= nested_listings(source, listings)
+    located = locate_in_folder(path, listings)
     if located is None:
-        raise _nothing_in(source.url_of(path), entries)
-    weights_name = posixpath.basename(located.weights[0])
-    if step_in_name(located.name) is None and step_in_name(weights_name) is not None:
+        raise _nothing_in(source.url_of(path), listings[path])
+    first = located.candidates[0].path
+    if step_in_name(located.name) is None and step_in_name(posixpath.basename(first)) is not None:
         # A run's folder that holds one step so far, as a file.
-        return _locate_file(source, located.weights[0], source.stat(located.weights[0]))
-    return located
+        return _locate_file(source, first, source.stat(first))
+    real_path = source.realpath(path)
+    return Located(
+        path=path,
+        candidates=located.candidates,
+        listings=listings,
+        is_folder=True,
+        real_path=real_path if posixpath.basename(real_path) != posixpath.basename(path) else None,
+    )
 
 
-def locate_in_folder(path: str, entries: Sequence[DirEntry]) -> Located | None:
+def nested_listings(source: Source, listings: Listings) -> dict[str, list[DirEntry]]:
+    """Return the listings of the folders inside some folders that hold weights, asked for at once."""
+    found: dict[str, list[DirEntry]] = {}
+    outer: Listings = listings
+    for _ in range(MAX_NESTED_FOLDERS):
+        wanted = [
+            entry.path
+            for entries in outer.values()
+            for entry in entries
+            if entry.name in WEIGHT_FOLDERS and entry.stat is not None and entry.stat.kind == "folder"
+        ]
+        inner = source.list_dirs(wanted) if wanted else {}
+        found |= inner
+        outer = inner
+    return found
+
+
+def locate_in_folder(path: str, listings: Listings) -> Located | None:
     """Return the checkpoint that a folder is, or None where it is none.
 
-    Raises:
-        UnsupportedCheckpoint: it is one of a kind that is not read.
+    Args:
+        path: the folder.
+        listings: its entries, and those of the folders inside it that hold weights.
     """
-    files = {entry.name: entry for entry in entries if is_file(entry)}
-    names = [name for name in files if not _UNFINISHED.match(name)]
-    if any(name == ".metadata" or name.endswith(".distcp") for name in files):
-        raise UnsupportedCheckpoint(
-            f"{path} is a distributed checkpoint (DCP), which is not read yet; save its state_dict"
-        )
-    if "pytorch_model.bin.index.json" in files:
-        raise UnsupportedCheckpoint(f"{path} holds torch shards, which are not read; save them as safetensors")
-    layout: Layout
+    candidates = _candidates_in(path, listings[path])
+    nested = [folder for folder in listings if folder.startswith(f"{path.rstrip('/')}/")]
+    # A whole model beside its shards was made from them: NeMo's `model/consolidated` and `model/`.
+    for folder in sorted(nested, key=len, reverse=True):
+        if not any(candidate.folder.startswith(f"{folder}/") for candidate in candidates):
+            candidates += _candidates_in(folder, listings[folder])
+    if not candidates:
+        return None
+    own = {folder: entries for folder, entries in listings.items() if folder == path or folder in nested}
+    return Located(path=path, candidates=tuple(candidates), listings=own, is_folder=True)
+
+
+def _candidates_in(folder: str, entries: Sequence[DirEntry]) -> list[Candidate]:
+    """Return the containers of weights that lie in one folder, the preferred first."""
+    files = [entry.name for entry in entries if is_file(entry)]
+    names = [name for name in files if not is_unfinished_name(name)]
+    found: list[Candidate] = []
+
+    def add(layout: Layout, name: str) -> None:
+        found.append(Candidate(layout=layout, path=posixpath.join(folder, name) if name else folder))
+
     safetensors = [name for name in names if name.endswith(".safetensors")]
-    if SHARD_INDEX in names:
-        layout, chosen = "safetensors_sharded", SHARD_INDEX
-    elif "model.safetensors" in names or len(safetensors) == 1:
-        layout, chosen = "safetensors", "model.safetensors" if "model.safetensors" in names else safetensors[0]
-    else:
-        torch_files = [name for name in names if is_weight_name(name) and name.endswith(TORCH_SUFFIXES)]
-        known = [name for name in TORCH_NAMES if name in torch_files]
-        if not known and len(torch_files) != 1:
-            return None
-        layout, chosen = "torch_zip", known[0] if known else torch_files[0]
-    weights = (posixpath.join(path, chosen),)
-    return Located(path=path, folder=path, layout=layout, weights=weights, beside=files, is_folder=True)
-
-
-def is_file(entry: DirEntry) -> bool:
-    """Tell whether an entry is a file, links followed."""
-    return entry.stat is not None and entry.stat.kind == "file"
-
-
-def without_suffix(name: str) -> str:
-    """Return a file's name without the ending of a weights file."""
-    return next((name.removesuffix(suffix) for suffix in WEIGHT_SUFFIXES if name.endswith(suffix)), name)
-
-
-def is_weight_name(name: str) -> bool:
-    """Tell whether a file of this name may hold all of a drafter's weights."""
-    if not name.endswith(WEIGHT_SUFFIXES) or _SHARD.search(name):
-        return False
-    return not _NEVER_WEIGHTS.match(name) and not _UNFINISHED.match(name)
-
-
-def is_unfinished_name(name: str) -> bool:
-    """Tell whether a name is that of something still being written, or hidden."""
-    return bool(_UNFINISHED.match(name))
-
-
-def step_in_name(name: str) -> int | None:
-    """Return the training step in a file's or folder's name: 100 for `step_100` and `checkpoint-100.pt`."""
-    stem = without_suffix(name)
-    for pattern in _STEP_PATTERNS:
-        if found := pattern.findall(stem):
-            return int(found[-1])
-    return None
-
-
-def natural_key(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a key that sorts `step_9` before `step_10`."""
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in _NATURAL.split(name))
+    whole = [name for name in safetensors if not is_shard_name(name)]
+    if SAFETENSORS_INDEX in names:
+        add("safetensors_sharded", SAFETENSORS_INDEX)
+    elif any(name.startswith("shard-") for name in safetensors):
+        add("dcp_safetensors", "")
+    elif "model.safetensors" in names or len(whole) == 1:
+        add("safetensors", "model.safetensors" if "model.safetensors" in names else whole[0])
+    elif safetensors and not whole:
+        add("safetensors_sharded", safetensors[0])
+    if DCP_METADATA in files or any(name.endswith(".distcp") for name in files):
+        add("dcp", "")
+    if TORCH_INDEX in names:
+        add("torch_sharded", TORCH_INDEX)
+    torch_files = [name for name in names if is_weight_name(name) and name.endswith(TORCH_SUFFIXES)]
+    known = [name for name in TORCH_NAMES if name in torch_files]
+    for name in known or (torch_files if len(torch_files) == 1 else []):
+        add("torch_zip", name)
+    return found
 
 
 def step_and_run(located: Located) -> tuple[int | None, str]:
     """Return the step that the names tell, and the name of the folder that holds the steps."""
-    step, parent = step_in_name(located.name), posixpath.dirname(located.path)
+    step, parent = step_in_name(located.name), posixpath.dirname(located.real_path or located.path)
     if not located.is_folder:
         parent_step = step_in_name(posixpath.basename(parent))
         if parent_step is not None and step in (None, parent_step):
@@ -175,10 +213,11 @@ def step_and_run(located: Located) -> tuple[int | None, str]:
 
 def _locate_file(source: Source, path: str, stat: FileStat) -> Located:
     folder, name = posixpath.split(path)
-    if name == SHARD_INDEX:
+    if name in (SAFETENSORS_INDEX, TORCH_INDEX, DCP_METADATA):
         return locate(source, folder)
-    entries = {entry.name: entry for entry in source.list_dir(folder or ".") if is_file(entry)}
-    entries.setdefault(name, DirEntry(name=name, path=path, stat=stat))
+    entries = source.list_dir(folder or ".")
+    if not any(entry.name == name for entry in entries):
+        entries.append(DirEntry(name=name, path=path, stat=stat))
     layout: Layout
     if name.endswith(".safetensors"):
         layout = "safetensors"
@@ -188,7 +227,14 @@ def _locate_file(source: Source, path: str, stat: FileStat) -> Located:
         raise UnsupportedCheckpoint(
             f"{source.url_of(path)} is no checkpoint by its name, expected {', '.join(WEIGHT_SUFFIXES)}"
         )
-    return Located(path=path, folder=folder, layout=layout, weights=(path,), beside=entries, is_folder=False)
+    is_link = any(entry.name == name and entry.is_link for entry in entries)
+    return Located(
+        path=path,
+        candidates=(Candidate(layout=layout, path=path),),
+        listings={folder: entries},
+        is_folder=False,
+        real_path=source.realpath(path) if is_link else None,
+    )
 
 
 def _nothing_in(url: str, entries: Sequence[DirEntry]) -> CheckpointNotFound:

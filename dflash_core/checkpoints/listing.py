@@ -7,29 +7,24 @@ import posixpath
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
-from dflash_core.checkpoints.inspection import read_shard_index, read_side_files
-from dflash_core.checkpoints.layout import (
+from dflash_core.checkpoints.layout import Listings, locate, locate_in_folder, nested_listings, step_and_run
+from dflash_core.checkpoints.names import read_roles, refusal, shortened
+from dflash_core.checkpoints.opening import open_weights
+from dflash_core.checkpoints.paths import (
     INCOMPLETE_MARKER,
-    Located,
     is_file,
     is_unfinished_name,
     is_weight_name,
-    locate,
-    locate_in_folder,
     natural_key,
-    step_and_run,
     step_in_name,
     without_suffix,
 )
-from dflash_core.checkpoints.names import shortened
-from dflash_core.checkpoints.safetensors_file import read_header
+from dflash_core.checkpoints.side_files import read_side_files
 from dflash_core.checkpoints.source_base import DirEntry, Source
 from dflash_core.checkpoints.sources import open_source
-from dflash_core.checkpoints.torch_file import read_torch_index
 from dflash_core.checkpoints.values import CheckpointCutOff, FoundCheckpoint, Readiness
-from dflash_core.checkpoints.zip_index import RangeReader
 from dflash_core.config import HostSettings
-from dflash_core.errors import CheckpointError, CheckpointNotFound, CheckpointNotReady, UnsupportedCheckpoint
+from dflash_core.errors import CheckpointError, CheckpointNotFound, CheckpointNotReady
 
 
 def list_checkpoints(
@@ -62,11 +57,15 @@ def list_checkpoints(
         path = place.path_of(run_url)
         if place.stat(path).kind != "folder":
             located = locate(place, path)
-            entry, run = located.beside[located.name], run or step_and_run(located)[1]
-            return [_found_file(place, entry, run, set(located.beside))]
+            beside = located.listings[posixpath.dirname(path)]
+            entry = next(entry for entry in beside if entry.path == path)
+            return [_found_file(place, entry, run or step_and_run(located)[1], {entry.name for entry in beside})]
         entries = place.list_dir(path)
-        if _is_checkpoint(path, entries) and not _holds_steps(path, entries):
-            return [_found_folder(place, path, run or _folder_name(posixpath.dirname(path)), entries)]
+        listings: Listings = {path: entries}
+        if not _holds_steps(path, entries):
+            listings = {path: entries, **nested_listings(place, listings)}
+            if locate_in_folder(path, listings) is not None:
+                return [_found_folder(place, path, run or _folder_name(posixpath.dirname(path)), listings)]
         found = _in_run_folder(place, path, run or _folder_name(path), entries)
         if not found and not allow_empty:
             held = shortened(entry.name for entry in entries) or "nothing"
@@ -109,42 +108,29 @@ def check_readiness(
     with ExitStack() as stack:
         try:
             place = source or stack.enter_context(open_source(found.url, hosts or {}))
-            _require_whole(place, locate(place, place.path_of(found.url)))
+            located = locate(place, place.path_of(found.url))
+            read_side_files(place, located)
+            why = refusal(read_roles(open_weights(place, located, stack).tensors), where=found.url)
         except (CheckpointCutOff, CheckpointNotReady, CheckpointNotFound) as error:
             return Readiness(ready=False, reason=str(error))
         except CheckpointError as error:
-            return Readiness(ready=True, reason=f"unchanged, but will be refused: {error}")
+            why = error
+    if why is not None:
+        return Readiness(ready=True, reason=f"unchanged, but will be refused: {why}")
     return Readiness(ready=True, reason="unchanged over two looks, and complete")
-
-
-def _require_whole(source: Source, located: Located) -> None:
-    """Check that each file ends where its own index says."""
-    read_side_files(source, located)
-    paths = [located.weights[0]]
-    if located.layout == "safetensors_sharded":
-        index = read_shard_index(source, located)
-        if index.missing:
-            raise CheckpointNotReady(f"shards that its index names are missing: {shortened(index.missing)}")
-        paths = [posixpath.join(located.folder, shard) for shard in index.shards]
-    for path in paths:
-        with source.open(path) as file:
-            reader = RangeReader(file)
-            if located.layout == "torch_zip":
-                read_torch_index(reader)
-            else:
-                read_header(reader)
 
 
 def _in_run_folder(source: Source, path: str, run: str, entries: list[DirEntry]) -> list[FoundCheckpoint]:
     """Return what a run's folder holds: one checkpoint per file of weights and per folder with some."""
     kept = _without_doubles(source, path, [entry for entry in entries if not is_unfinished_name(entry.name)])
     folders = [entry.path for entry in kept if entry.stat is not None and entry.stat.kind == "folder"]
-    contents = source.list_dirs(folders)
+    contents: Listings = dict(source.list_dirs(folders))
+    contents = {**contents, **nested_listings(source, contents)}
     names = {entry.name for entry in entries}
     found = [
-        _found_folder(source, folder, run, contents[folder])
+        _found_folder(source, folder, run, _below(folder, contents))
         for folder in folders
-        if _is_checkpoint(folder, contents[folder])
+        if locate_in_folder(folder, _below(folder, contents)) is not None
     ]
     found += [_found_file(source, entry, run, names) for entry in kept if is_file(entry) and is_weight_name(entry.name)]
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, natural_key(one.name)))
@@ -167,12 +153,9 @@ def _without_doubles(source: Source, path: str, entries: list[DirEntry]) -> list
     return kept
 
 
-def _is_checkpoint(path: str, entries: list[DirEntry]) -> bool:
-    """Tell whether a folder is a checkpoint; one of a kind that is refused is one too."""
-    try:
-        return locate_in_folder(path, entries) is not None
-    except UnsupportedCheckpoint:
-        return True
+def _below(folder: str, listings: Listings) -> Listings:
+    """Return the listings of a folder and of those inside it."""
+    return {path: entries for path, entries in listings.items() if path == folder or path.startswith(f"{folder}/")}
 
 
 def _folder_name(path: str) -> str:
@@ -189,9 +172,9 @@ def _holds_steps(path: str, entries: list[DirEntry]) -> bool:
     return bool(steps - {None, step_in_name(posixpath.basename(path))})
 
 
-def _found_folder(source: Source, path: str, run: str, entries: list[DirEntry]) -> FoundCheckpoint:
+def _found_folder(source: Source, path: str, run: str, listings: Listings) -> FoundCheckpoint:
     name = posixpath.basename(path)
-    files = [entry for entry in entries if is_file(entry)]
+    files = [entry for entries in listings.values() for entry in entries if is_file(entry)]
     is_marked = any(entry.name == INCOMPLETE_MARKER for entry in files)
     return FoundCheckpoint(
         url=source.url_of(path),
@@ -217,7 +200,8 @@ def _found_file(source: Source, entry: DirEntry, run: str, names: set[str]) -> F
 
 def _signature(files: Iterable[DirEntry]) -> str:
     digest = hashlib.sha256()
-    for entry in sorted(files, key=lambda entry: entry.name):
+    for entry in sorted(files, key=lambda entry: entry.path):
         if entry.stat is not None:
-            digest.update(f"{entry.name}\0{entry.stat.size}\0{entry.stat.mtime_ns}\n".encode(errors="surrogateescape"))
+            about = f"{entry.path}\0{entry.stat.size}\0{entry.stat.mtime_ns}\0{entry.stat.tag or ''}\n"
+            digest.update(about.encode(errors="surrogateescape"))
     return digest.hexdigest()

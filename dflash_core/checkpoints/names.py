@@ -9,17 +9,24 @@ dropped in silence would score another drafter than the one that was trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_core.errors import CheckpointMismatch, UnsupportedCheckpoint
+from dflash_core.errors import CheckpointError, CheckpointMismatch, UnsupportedCheckpoint
 
-Role = Literal["drafter", "embedding", "head", "ignored"]
+Role = Literal["drafter", "embedding", "head", "ignored", "unknown"]
 
 # Parts of a path that a wrapper inserts anywhere, and prefixes that only stand in front.
 WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-WRAPPER_PREFIXES = frozenset({"module", "draft_model", "dflash_module", "trainer_module"})
+WRAPPER_PREFIXES = frozenset({"module", "trainer_module"})
+# Modules that hold a drafter inside of something larger: what stands after one is the drafter's.
+SCOPES = frozenset({"draft_model", "dflash_module", "drafter", "speculator"})
+# Where such a module exists, names that begin like this are the target's own, saved along with it.
+_BASE_MODEL = re.compile(
+    r"^((base_model|target|target_model|verifier)\.|(model\.)?(language_model|visual|vision_tower|mtp)\."
+    r"|(model\.)?(layers\.\d|embed_tokens\.|norm\.)|lm_head\.)"
+)
 # Other trainers' names of the same tensors (vLLM, TorchSpec, transformers' assistants).
 RENAMES = (
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -48,12 +55,21 @@ _GLOBAL_NAMES = frozenset(REQUIRED + DFLASH2)
 _LAYER_NAMES = frozenset(REQUIRED_PER_LAYER + OPTIONAL_PER_LAYER + DFLASH2_PER_LAYER)
 _LAYER = re.compile(r"^layers\.(\d{1,4})\.(.+)$")
 
+DRAFT_VOCABULARY = ("d2t", "t2d")
+"""Buffers that map a reduced draft vocabulary to the target's."""
+
 FROZEN: dict[str, tuple[Role, str]] = {
     "embed_tokens.weight": ("embedding", "frozen copy of the target's embedding"),
     "lm_head.weight": ("head", "frozen copy of the target's head"),
     "verifier_norm.weight": ("ignored", "the target's own norm"),
     "verifier_lm_head.weight": ("ignored", "the target's own head"),
 }
+# Tensors of an optimizer, a scheduler or a random generator that lie in one dict with the weights.
+_TRAINING_TENSOR = re.compile(
+    r"^(optim|optimizers?|scheduler|lr_scheduler|scaler|grad_scaler|rng|random|\w+_rng)(_states?(_dict)?)?(\.|$)"
+    r"|^\w*rng_states?\w*$"
+)
+_COUNTER = re.compile(r"(^|\.)((global|local|num)_)?(step|epoch)s?$")
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 MAX_NAMES_SHOWN = 3
 
@@ -69,40 +85,48 @@ class NamedRole:
     """Why it has this role, for people."""
 
 
-def assign_roles(names: Iterable[str], *, where: str) -> dict[str, NamedRole]:
-    """Say of every tensor what it is.
+def read_roles(names: Iterable[str]) -> dict[str, NamedRole]:
+    """Say of every tensor what it is; one that nothing is known of has the role `unknown`.
 
     Args:
         names: all tensor names of one weights dict.
-        where: the checkpoint, for messages.
-
-    Raises:
-        UnsupportedCheckpoint: a name is unknown, or two names mean the same tensor.
-        CheckpointMismatch: the drafter is incomplete.
     """
     stripped = strip_wrappers(names)
-    roles: dict[str, NamedRole] = {}
-    unknown: list[str] = []
+    has_scope = any(_scope_end(name.split(".")) for name in stripped)
     owners: dict[str, str] = {}
+    roles: dict[str, NamedRole] = {}
     for name, short in stripped.items():
-        role = _role_of(short)
-        if role is None:
-            unknown.append(name)
+        if has_scope and not _scope_end(name.split(".")):
+            roles[name] = _role_outside(short)
             continue
+        role = _role_of(short)
         other = owners.setdefault(short, name)
-        if other != name:
-            raise UnsupportedCheckpoint(
-                f"{where}: {other!r} and {name!r} both mean {short!r}; "
-                "a checkpoint must hold one drafter and no base model"
-            )
+        if other != name and role.role != "unknown":
+            role = _unknown(f"{other!r} means the same tensor {short!r}: there is more than one model here")
         roles[name] = role
+    return roles
+
+
+def refusal(roles: Mapping[str, NamedRole], *, where: str) -> CheckpointError | None:
+    """Return why tensors of these roles cannot be scored as one drafter, or None.
+
+    Args:
+        roles: what `read_roles` said.
+        where: the checkpoint, for messages.
+
+    Returns:
+        UnsupportedCheckpoint where a tensor would have to be dropped, CheckpointMismatch where one is missing.
+    """
+    unknown = {name: role for name, role in roles.items() if role.role == "unknown"}
+    doubled = [f"{name!r} and {role.reason}" for name, role in unknown.items() if role.reason != NO_PART]
+    if doubled:
+        return UnsupportedCheckpoint(f"{where}: {doubled[0]}; a checkpoint must hold one drafter")
     if unknown:
-        raise UnsupportedCheckpoint(
+        return UnsupportedCheckpoint(
             f"{where}: {len(unknown)} tensors are no part of a DFlash or DFlash2 drafter: {shortened(unknown)}; "
             "they would be dropped, so the checkpoint is refused"
         )
-    _require_complete({role.canonical_name for role in roles.values() if role.canonical_name}, where)
-    return roles
+    return _incomplete({role.canonical_name for role in roles.values() if role.canonical_name}, where)
 
 
 def looks_like_drafter(names: Iterable[str]) -> bool:
@@ -114,13 +138,15 @@ def looks_like_drafter(names: Iterable[str]) -> bool:
 def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
     """Map each name to itself without the prefixes that wrappers left, renamed to z-lab's."""
     parts_of = {name: _without_wrappers(name.split(".")) for name in names}
-    while any(parts[:1] == ["model"] for parts in parts_of.values()):
+    inside = {name for name in parts_of if _scope_end(name.split("."))}
+    while any(parts_of[name][:1] == ["model"] for name in (inside or parts_of)):
         # `model.` counts as a wrapper only where everything (a bare head aside) lies below it.
-        if any(parts[:1] != ["model"] and parts != ["lm_head", "weight"] for parts in parts_of.values()):
+        group = inside or set(parts_of)
+        if any(parts_of[name][:1] != ["model"] and parts_of[name] != ["lm_head", "weight"] for name in group):
             break
-        parts_of = {
-            name: _without_wrappers(parts[1:] if parts[:1] == ["model"] else parts) for name, parts in parts_of.items()
-        }
+        for name in group:
+            parts = parts_of[name]
+            parts_of[name] = _without_wrappers(parts[1:] if parts[:1] == ["model"] else parts)
     return {name: _renamed(".".join(parts)) for name, parts in parts_of.items()}
 
 
@@ -131,8 +157,13 @@ def shortened(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in listed[:MAX_NAMES_SHOWN]) + more
 
 
+def _scope_end(parts: list[str]) -> int:
+    """Return where the path inside the drafter's module begins; 0 where no such module is named."""
+    return max((at + 1 for at, part in enumerate(parts[:-1]) if part in SCOPES), default=0)
+
+
 def _without_wrappers(parts: list[str]) -> list[str]:
-    kept = [part for part in parts if part not in WRAPPER_PARTS]
+    kept = [part for part in parts[_scope_end(parts) :] if part not in WRAPPER_PARTS]
     while len(kept) > 1 and kept[0] in WRAPPER_PREFIXES:
         kept = kept[1:]
     return kept
@@ -144,31 +175,51 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _role_of(name: str) -> NamedRole | None:
+NO_PART = "no part of a DFlash or DFlash2 drafter"
+
+
+def _unknown(reason: str = NO_PART) -> NamedRole:
+    return NamedRole(role="unknown", canonical_name=None, reason=reason)
+
+
+def _role_of(name: str) -> NamedRole:
     if name in FROZEN:
         role, reason = FROZEN[name]
         return NamedRole(role=role, canonical_name=None, reason=reason)
     if _RECOMPUTED.search(name):
         return NamedRole(role="ignored", canonical_name=None, reason="computed from the config")
     layer = _LAYER.match(name)
-    if name in _GLOBAL_NAMES or (layer is not None and layer[2] in _LAYER_NAMES and str(int(layer[1])) == layer[1]):
+    is_global = name in _GLOBAL_NAMES or name in DRAFT_VOCABULARY
+    if is_global or (layer is not None and layer[2] in _LAYER_NAMES and str(int(layer[1])) == layer[1]):
         return NamedRole(role="drafter", canonical_name=name, reason="the drafter's own")
-    return None
+    if _TRAINING_TENSOR.match(name) or _COUNTER.search(name):
+        return NamedRole(role="ignored", canonical_name=None, reason="state of the training")
+    return _unknown()
 
 
-def _require_complete(present: set[str], where: str) -> None:
-    """Check that a drafter has all its tensors, for every layer from 0 on."""
+def _role_outside(name: str) -> NamedRole:
+    """Say what a tensor is that lies outside the drafter's own module."""
+    if _BASE_MODEL.match(name):
+        return NamedRole(role="ignored", canonical_name=None, reason="the target's own, outside the drafter's module")
+    if _TRAINING_TENSOR.match(name) or _COUNTER.search(name):
+        return NamedRole(role="ignored", canonical_name=None, reason="state of the training")
+    return _unknown()
+
+
+def _incomplete(present: set[str], where: str) -> CheckpointMismatch | None:
+    """Return what a drafter lacks, for every layer from 0 on, or None."""
     layers = sorted({int(match[1]) for name in present if (match := _LAYER.match(name))})
     if layers != list(range(len(layers))) or not layers:
-        raise CheckpointMismatch(f"{where}: drafter layers must be numbered from 0 without gaps, found {layers}")
+        return CheckpointMismatch(f"{where}: drafter layers must be numbered from 0 without gaps, found {layers}")
     wanted = [*REQUIRED, *(f"layers.{i}.{name}" for i in layers for name in REQUIRED_PER_LAYER)]
     if any(name in _DFLASH2_MARKS or name.partition(".")[2].partition(".")[2] in DFLASH2_PER_LAYER for name in present):
         wanted += [*DFLASH2, *(f"layers.{i}.{name}" for i in layers for name in DFLASH2_PER_LAYER)]
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise CheckpointMismatch(
+        return CheckpointMismatch(
             f"{where}: {len(missing)} tensors of the drafter are missing: {shortened(missing)}; was all of it saved?"
         )
+    return None
 
 
 _DFLASH2_MARKS = frozenset(DFLASH2)

@@ -13,6 +13,10 @@ from dflash_core.checkpoints.dtypes import BY_NAME, BY_STORAGE, ElementType
 MAX_DIMS = 16
 MAX_SCALAR_BYTES = 16
 MAX_PATH_CHARS = 4096
+MAX_NAME_CHARS = 1000
+MAX_KEY_CHARS = 1000
+# Longer integers have hashes that a file can choose to be all the same.
+MAX_KEY_BITS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class GlobalName:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Inert:
     """An object that was not built: the name it would have been built by, and what it was given."""
 
@@ -34,6 +38,10 @@ class Inert:
     args: tuple[Any, ...] = ()
     state: dict[Any, Any] = field(default_factory=dict)
     items: list[Any] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        # What it was given can be nested without bounds.
+        return f"<{self.made_by}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class StorageRef:
     key: str
     element: ElementType
     num_elements: int
+    view: tuple[int, int] | None = None
+    """(first element, elements) of the part that is meant, in files of torch before 0.4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +73,51 @@ class RefusedTensor:
     reason: str
 
 
-def storage_of(pid: Any) -> StorageRef | Inert:
-    """Return the reference to a record that torch.save writes in place of a storage."""
+def as_key(value: Any) -> Any:
+    """Return a value as the key of a dict: itself where it is hashed and compared in no time.
+
+    Tuples are not: nested ones take for ever, and a file can choose many with the same hash. Nor is
+    text that is no Unicode and so could not be printed.
+    """
+    if isinstance(value, str):
+        is_quick = len(value) <= MAX_KEY_CHARS and is_unicode(value)
+    elif isinstance(value, bytes):
+        is_quick = len(value) <= MAX_KEY_CHARS
+    elif isinstance(value, int):
+        is_quick = value.bit_length() <= MAX_KEY_BITS
+    else:
+        is_quick = value is None or isinstance(value, float | GlobalName | Inert)
+    return value if is_quick else Inert("a key", (value,))
+
+
+def is_unicode(text: str) -> bool:
+    """Tell whether a text can be encoded; a pickle can hold halves of surrogate pairs."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def storage_of(pid: Any) -> StorageRef | GlobalName | Inert:
+    """Return the reference to a record that torch.save writes in place of a storage.
+
+    Files of torch before 1.6 also write the class of a module in this way, with its source code.
+    """
+    if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], GlobalName):
+        return pid[1]
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
-        return Inert("persistent id", (pid,))
+        kind = "a storage named as text, as pickle protocol 0 does," if isinstance(pid, str) else "a persistent id"
+        return Inert(kind, (pid,))
     _, storage_type, key, _, num_elements = pid[:5]
     element = BY_STORAGE.get(storage_type.name) if isinstance(storage_type, GlobalName) else None
     if element is None or not isinstance(key, str) or not _is_count(num_elements):
-        return Inert("storage of an unknown type", pid)
-    return StorageRef(key, element, num_elements)
+        return Inert(f"a {storage_type}" if isinstance(storage_type, GlobalName) else "an unknown storage", pid)
+    return StorageRef(key, element, num_elements, _storage_view(pid[5]) if len(pid) > 5 else None)
+
+
+def _storage_view(metadata: Any) -> tuple[int, int] | None:
+    """Return (first element, elements) of `(key of the view, offset, size)`."""
+    if isinstance(metadata, tuple) and len(metadata) == 3 and all(map(_is_count, metadata[1:])):
+        return metadata[1], metadata[2]
+    # What is no view can hold no tensor.
+    return None if metadata is None else (0, 0)
 
 
 def stand_in(function: Any, args: tuple[Any, ...]) -> Any:
@@ -111,12 +157,15 @@ def _tensor_v3(*args: Any) -> TensorRef | RefusedTensor | None:
 def _strided(view: tuple[Any, ...], element: ElementType | None, metadata: Any) -> TensorRef | RefusedTensor | None:
     storage, offset, shape, strides = view
     if not isinstance(storage, StorageRef):
-        return RefusedTensor("without a storage of its own") if isinstance(storage, Inert) else None
-    shapes_are_counts = all(isinstance(part, tuple) and all(map(_is_count, part)) for part in (shape, strides))
-    if not _is_count(offset) or not shapes_are_counts or not len(shape) == len(strides) <= MAX_DIMS:
+        return RefusedTensor(f"in {storage.made_by}") if isinstance(storage, Inert) else None
+    are_shapes = all(
+        isinstance(part, tuple) and len(part) <= MAX_DIMS and all(map(_is_count, part)) for part in (shape, strides)
+    )
+    if not _is_count(offset) or not are_shapes or len(shape) != len(strides):
         return RefusedTensor("of an impossible shape")
-    if isinstance(metadata, dict) and any(metadata.values()):
-        return RefusedTensor(f"with metadata {sorted(map(str, metadata))}")
+    flags = sorted(str(key)[:40] for key, value in metadata.items() if value) if isinstance(metadata, dict) else []
+    if flags:
+        return RefusedTensor(f"with metadata {flags[:3]}")
     return TensorRef(storage, offset, shape, strides, element or storage.element)
 
 
@@ -126,6 +175,8 @@ def _subclass(*args: Any) -> Any:
         return None
     if str(args[1]) not in PLAIN_TENSOR_CLASSES:
         return RefusedTensor(f"of class {args[1]}")
+    if not isinstance(args[0], GlobalName) or args[0].module != "torch._utils":
+        return RefusedTensor("built by something else than torch")
     return stand_in(args[0], args[2])
 
 
@@ -135,8 +186,21 @@ def _mapping(*args: Any) -> dict[Any, Any] | None:
     if isinstance(given, dict):
         return given
     if isinstance(given, list) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
-        return {key: value for key, value in given}
+        return {as_key(key): value for key, value in given}
     return {}
+
+
+def _attribute(*args: Any) -> GlobalName | None:
+    """`getattr(class, name)`: how old protocols name a class inside another one."""
+    if len(args) != 2 or not isinstance(args[0], GlobalName) or not isinstance(args[1], str):
+        return None
+    name = f"{args[0].name}.{args[1][:MAX_NAME_CHARS]}"
+    return GlobalName(args[0].module, name) if len(name) <= MAX_NAME_CHARS else None
+
+
+def _reconstructed(*args: Any) -> Inert | None:
+    """`copyreg._reconstructor(class, base, state)`: how old protocols make an empty object."""
+    return Inert(str(args[0]), args[1:]) if args and isinstance(args[0], GlobalName) else None
 
 
 def _path(*args: Any) -> str | None:
@@ -156,10 +220,11 @@ def _numpy_scalar(*args: Any) -> int | float | bool | None:
     """`numpy...scalar(dtype, bytes)` of a number."""
     if len(args) != 2 or not isinstance(args[0], Inert) or not isinstance(args[1], bytes) or not args[0].args:
         return None
-    code = NUMPY_CODES.get(str(args[0].args[0]))
+    dtype, state = args[0].args[0], args[0].items[-1] if args[0].items else None
+    code = NUMPY_CODES.get(dtype) if isinstance(dtype, str) else None
     if code is None or struct.calcsize(code) != len(args[1]):
         return None
-    order = ">" if any(isinstance(item, tuple) and ">" in item for item in args[0].items) else "<"
+    order = ">" if isinstance(state, tuple) and state[1:2] == (">",) else "<"
     value = struct.unpack(order + code, args[1])[0]
     return value if isinstance(value, int | float | bool) else None
 
@@ -190,6 +255,8 @@ UNDERSTOOD: Mapping[str, Callable[..., Any]] = {
     "collections.Counter": _mapping,
     **{f"pathlib.{name}": _path for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")},
     "_codecs.encode": _encoded,
+    **{f"{module}.getattr": _attribute for module in ("builtins", "__builtin__")},
+    **{f"{module}._reconstructor": _reconstructed for module in ("copyreg", "copy_reg")},
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
 }

@@ -8,6 +8,7 @@ interpreter at exit. Only the SFTP subsystem is ever asked for; no command is ru
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,24 +18,19 @@ from typing import Any, TypeVar
 
 import asyncssh
 
-from dflash_core.config import HostSettings
-from dflash_core.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    DFlashEvalError,
-    HostError,
-    HostKeyUnknown,
-    HostUnreachable,
+from dflash_core.checkpoints.host_errors import (
+    CLOSE_TIMEOUT_S,
+    KEEPALIVE_S,
+    HostMessages,
+    Patience,
+    ReceiverError,
 )
-from dflash_core.ssh import DEFAULT_PORT, SshAddress, connect_options
+from dflash_core.config import HostSettings
+from dflash_core.errors import CheckpointError, DFlashEvalError, HostError, HostKeyUnknown, one_line
+from dflash_core.ssh import SshAddress, connect_options
 
 # Room for all blocks that may be under way; the default of 2 MiB caps a link of 80 ms at 25 MB/s.
 WINDOW_BYTES = 32 << 20
-KEEPALIVE_S = 15
-RECONNECT_WAITS_S = (0.2, 1.0, 3.0)
-# A drop after this much progress counts as a new one, with all its tries.
-PROGRESS_BYTES = 256 << 20
-CLOSE_TIMEOUT_S = 2.0
 
 Value = TypeVar("Value")
 
@@ -49,14 +45,6 @@ TRANSIENT_ERRORS = (
 """What a dropped or silent connection looks like; a new one may do better."""
 
 
-class ReceiverError(Exception):
-    """Carries an error of whoever takes the data past the handling of network errors."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__()
-        self.cause = cause
-
-
 class SftpSession:
     """An SFTP session that comes back after a dropped connection."""
 
@@ -66,6 +54,7 @@ class SftpSession:
         self.generation = 0
         """Counts connections; a handle of an earlier one is dead."""
         self._settings = settings
+        self._messages = HostMessages(address, settings)
         self._connection: asyncssh.SSHClientConnection | None = None
         self._client: asyncssh.SFTPClient | None = None
         self._loop = asyncio.new_event_loop()
@@ -125,7 +114,7 @@ class SftpSession:
             HostUnreachable: the connection kept dropping, or could not be made again.
             CheckpointNotFound, CheckpointError: the host refused the request.
         """
-        tries, progress_before = 0, progress()
+        patience = Patience(progress)
         while True:
             try:
                 return await attempt()
@@ -134,14 +123,11 @@ class SftpSession:
             except TRANSIENT_ERRORS as error:
                 if isinstance(error, HostKeyUnknown):
                     raise
-                if progress() - progress_before >= PROGRESS_BYTES:
-                    tries = 0
                 await self._drop()
-                if tries == len(RECONNECT_WAITS_S):
-                    raise self._gave_up(error, path) from error
-                progress_before = progress()
-                await asyncio.sleep(RECONNECT_WAITS_S[tries])
-                tries += 1
+                wait_s = patience.next_wait_s()
+                if wait_s is None:
+                    raise self._messages.gave_up(error, path) from error
+                await asyncio.sleep(wait_s)
             except DFlashEvalError:
                 raise
             except (asyncssh.Error, OSError) as error:
@@ -158,7 +144,7 @@ class SftpSession:
             options = connect_options(self.address, self._settings)
             known_hosts = options["known_hosts"]
             if known_hosts is not None and not Path(known_hosts).exists():
-                raise HostKeyUnknown(f"there is no known_hosts file at {known_hosts!r}; {self._key_advice()}")
+                raise self._messages.no_known_hosts_file()
             try:
                 self._connection = await asyncssh.connect(
                     self.address.host, **options, window=WINDOW_BYTES, keepalive_interval=KEEPALIVE_S
@@ -216,45 +202,25 @@ class SftpSession:
         # The thread that looks up host names.
         await quietly(self._loop.shutdown_default_executor())
 
-    def _key_advice(self) -> str:
-        port = self.address.port or DEFAULT_PORT
-        return (
-            f"add the key with `ssh-keyscan -p {port} {self.address.host}` after comparing its fingerprint, "
-            "or log in once with ssh, or set known_hosts of that host"
-        )
-
     def _connect_error(self, error: Exception) -> HostError:
-        endpoint = self.address.endpoint
         if isinstance(error, asyncssh.HostKeyNotVerifiable):
-            where = self._settings.known_hosts
-            return HostKeyUnknown(f"the host key of {endpoint} is not in {where!r}; {self._key_advice()}")
+            return self._messages.unknown_key()
         if isinstance(error, asyncssh.PermissionDenied):
-            return HostUnreachable(f"{endpoint} refused the login: {error.reason}; check the user and identity_file")
+            return self._messages.refused_login(error.reason)
         if isinstance(error, socket.gaierror):
-            return HostUnreachable(f"no host is called {self.address.host!r}; check the URL and ~/.ssh/config")
+            return self._messages.no_such_host()
         if isinstance(error, TimeoutError):
-            return HostUnreachable(f"{endpoint} gave no answer within {self.timeout_s:g} s; is it up?")
-        detail = " ".join(str(error).split()) or type(error).__name__
-        return HostUnreachable(f"cannot connect to {endpoint}: {detail}; check that it is up and offers SFTP")
-
-    def _gave_up(self, error: BaseException, path: str) -> HostError:
-        if isinstance(error, HostError):
-            return error
-        reason = (
-            f"no answer within {self.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "cut off"
-        )
-        return HostUnreachable(
-            f"lost {self.address.endpoint} while reading {path!r}, also after {len(RECONNECT_WAITS_S)} reconnects: "
-            f"{reason}; try again when the link holds"
-        )
+            return self._messages.no_answer()
+        if isinstance(error, OSError) and error.errno:
+            return self._messages.cannot_connect(os.strerror(error.errno))
+        return self._messages.cannot_connect(one_line(error))
 
     def _refusal(self, error: Exception, path: str) -> CheckpointError:
-        endpoint = self.address.endpoint
         if isinstance(error, asyncssh.SFTPNoSuchFile | asyncssh.SFTPNoSuchPath | asyncssh.SFTPNotADirectory):
-            return CheckpointNotFound(f"nothing lies at {path!r} on {endpoint}; check the path")
+            return self._messages.not_found(path)
         if isinstance(error, asyncssh.SFTPPermissionDenied):
-            return CheckpointError(f"{endpoint} does not let this user read {path!r}; check its permissions")
-        return CheckpointError(f"{endpoint} failed to read {path!r}: {str(error) or type(error).__name__}; look there")
+            return self._messages.not_permitted(path)
+        return self._messages.failed(path, one_line(error))
 
 
 async def quietly(closing: Awaitable[Any]) -> None:

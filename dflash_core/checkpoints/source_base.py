@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_core.errors import CheckpointChanged, CheckpointNotFound
+from dflash_core.errors import CheckpointChanged, CheckpointNotFound, CheckpointVanished
 
 BLOCK_BYTES = 4 << 20
 """How much is read at once where requests cost nothing."""
+MIN_BLOCK_BYTES = 16 << 10
+"""How much is read at once under the strictest limit."""
 
 Sink = Callable[[int, bytes], None]
 """Takes (offset in the file, data) of each block, in the order of the ranges asked for."""
@@ -31,6 +33,8 @@ class FileStat:
     kind: Literal["file", "folder", "other"]
     inode: int | None = None
     """Number of the file on its disk; None where it cannot be known."""
+    tag: str | None = None
+    """What an object store changes whenever it stores other bytes (ETag, generation); None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,15 @@ class RateLimit:
             self._free_at = start + num_bytes * self._seconds_per_byte
             return start - now
 
+    def block_bytes(self, most: int) -> int:
+        """Return how many bytes to ask for at once: at most `most`, and a twentieth of a second's worth.
+
+        What is asked for first is never waited for, so that large blocks would exceed the limit.
+        """
+        if not self._seconds_per_byte:
+            return most
+        return max(MIN_BLOCK_BYTES, min(most, int(0.05 / self._seconds_per_byte)))
+
 
 class SourceFile(ABC):
     """An open file; use it in a `with` block."""
@@ -92,6 +105,7 @@ class SourceFile(ABC):
 
         Raises:
             CheckpointChanged: the file is shorter than it was, or another one after a reconnect.
+            CheckpointVanished: it is gone.
         """
 
     @abstractmethod
@@ -108,12 +122,13 @@ class SourceFile(ABC):
         """Check that the path still holds what was opened.
 
         Raises:
-            CheckpointChanged: size, time or (where known) file differ, or the path is gone.
+            CheckpointChanged: size, time or (where known) file or tag differ.
+            CheckpointVanished: nothing lies at the path any more.
         """
         try:
             now = self.current_stat()
         except CheckpointNotFound as error:
-            raise CheckpointChanged(f"{self.display} was deleted while it was read; score it again") from error
+            raise vanished(self.display) from error
         require_same(self.stat, now, self.display)
 
     @abstractmethod
@@ -203,7 +218,8 @@ def require_same(before: FileStat, now: FileStat, display: str) -> None:
         CheckpointChanged: they did not.
     """
     same_inode = before.inode is None or now.inode is None or before.inode == now.inode
-    if (before.size, before.mtime_ns) == (now.size, now.mtime_ns) and same_inode:
+    same_tag = before.tag is None or now.tag is None or before.tag == now.tag
+    if (before.size, before.mtime_ns) == (now.size, now.mtime_ns) and same_inode and same_tag:
         return
     raise CheckpointChanged(
         f"{display} changed while it was read: {before.size} bytes of {_time_text(before)} became "
@@ -217,6 +233,21 @@ def ended_early(display: str, position: int, stat: FileStat) -> CheckpointChange
         f"{display} ended at byte {position} while it was read, but had {stat.size} bytes when it was opened; "
         "score it again once its writer has finished"
     )
+
+
+def vanished(display: str) -> CheckpointVanished:
+    """Return the error for a file that was found and is gone."""
+    return CheckpointVanished(f"{display} was deleted or renamed while it was read; nothing of it was kept")
+
+
+def require_inside(ranges: Sequence[ByteRange], stat: FileStat, display: str) -> None:
+    """Check that ranges lie in the file as it was when it was opened, before any of them is asked for.
+
+    Raises:
+        CheckpointChanged: one does not, so whatever told of it belongs to another file.
+    """
+    if any(part.size and part.end > stat.size for part in ranges):
+        raise ended_early(display, stat.size, stat)
 
 
 def _time_text(stat: FileStat) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from dflash_core.checkpoints.fsspec_source import FsspecSource
 from dflash_core.checkpoints.local_source import LocalSource
-from dflash_core.checkpoints.sftp_source import SftpSource
 from dflash_core.checkpoints.source_base import RateLimit, Source, SourceFile
+from dflash_core.checkpoints.ssh_source import SshSource
 from dflash_core.config import HostSettings
 from dflash_core.ssh import is_ssh_url, parse_ssh_url, settings_for
 
@@ -27,7 +27,7 @@ def open_source(url: str, hosts: Mapping[str, HostSettings]) -> Source:
         InputError: the URL is malformed, or its scheme is not known here.
     """
     if is_ssh_url(url):
-        return SftpSource(parse_ssh_url(url), settings_for(url, hosts))
+        return SshSource(parse_ssh_url(url), settings_for(url, hosts))
     limits = [host.max_read_mb_s for host in hosts.values() if host.url == "local"]
     limit = RateLimit(limits[0] if limits else None)
     if "://" not in url or url.startswith("file://"):

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_core.checkpoints.names import Role
-from dflash_core.errors import CheckpointCorrupt
+from dflash_core.errors import CheckpointCorrupt, UnsupportedCheckpoint
 
-Layout = Literal["torch_zip", "safetensors", "safetensors_sharded"]
+Layout = Literal[
+    "torch_zip", "torch_legacy", "torch_sharded", "safetensors", "safetensors_sharded", "dcp", "dcp_safetensors"
+]
 
 Facts = dict[str, Any]
 """Dotted name to a plain value: int, float, str, bool, or a list of them."""
@@ -17,6 +19,15 @@ Facts = dict[str, Any]
 
 class CheckpointCutOff(CheckpointCorrupt):
     """Raised when a file ends before its own index says, as one that is still being written does."""
+
+
+class NoDrafter(UnsupportedCheckpoint):
+    """Raised when a file can be read but holds no drafter, as one with the optimizer's state alone."""
+
+    def __init__(self, message: str, facts: Facts | None = None) -> None:
+        super().__init__(message)
+        self.facts = facts or {}
+        """The plain values in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +70,12 @@ class CheckpointInspection:
     """What the index of a checkpoint tells."""
 
     ref: CheckpointRef
+    dialect: str
+    """The trainer whose layout it has; `custom` where none is recognised."""
     ready: bool
     not_ready_reason: str | None
+    refusal: str | None
+    """Why it cannot be scored although it can be read, or None; its tensors are listed all the same."""
     tensors: tuple[TensorEntry, ...]
     """Empty when the checkpoint is not ready."""
     bytes_wanted: int
@@ -74,6 +89,13 @@ class CheckpointInspection:
     """The `config.json` beside the weights, or None."""
     odd_globals: tuple[str, ...]
     """Names in the pickle that no ordinary checkpoint holds, such as `posix.system`; never run."""
+    contradictions: tuple[str, ...] = ()
+    """What two places of the checkpoint say differently; none of it decides a number."""
+
+    @property
+    def has_tables(self) -> bool:
+        """Tell whether it holds an embedding or head, a copy of the target's or the drafter's own."""
+        return any(entry.role in ("embedding", "head") for entry in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +115,10 @@ class StreamedCheckpoint:
     config: dict[str, Any] | None
     unverified_tensors: tuple[str, ...] = ()
     """Canonical names of tensors whose bytes no checksum of the checkpoint covers."""
+    own_tables: tuple[str, ...] = ()
+    """Embedding and head that were fetched because they are the drafter's own: they differ from the target's."""
+    warnings: tuple[str, ...] = ()
+    """What a person should know before trusting the numbers, one line each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

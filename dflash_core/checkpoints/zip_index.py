@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dflash_core.checkpoints.source_base import ByteRange, SourceFile
 from dflash_core.checkpoints.values import CheckpointCutOff
-from dflash_core.errors import CheckpointCorrupt
+from dflash_core.errors import CheckpointCorrupt, UnsupportedCheckpoint
 
 LOCAL_MAGIC = b"PK\x03\x04"
 _ENTRY_MAGIC = b"PK\x01\x02"
@@ -27,6 +27,8 @@ _MAX_COMMENT_BYTES = 0xFFFF
 TAIL_BYTES = 64 << 10
 # 100 bytes a record: room for 300 000 of them.
 MAX_INDEX_BYTES = 32 << 20
+# Of a record that is held in memory, as the pickle is.
+MAX_RECORD_BYTES = 64 << 20
 _U32_FULL = 0xFFFF_FFFF
 
 
@@ -61,6 +63,10 @@ class RangeReader:
         self.file = file
         self._kept: list[tuple[int, bytes]] = []
 
+    def keep(self, offset: int, data: bytes) -> None:
+        """Take bytes that were read by other means."""
+        self._kept.append((offset, data))
+
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset` on, from memory where they were read before."""
         for start, data in self._kept:
@@ -71,15 +77,19 @@ class RangeReader:
         return data
 
 
-def read_zip_index(reader: RangeReader) -> ZipIndex:
+def read_zip_index(reader: RangeReader, *, tail_bytes: int = TAIL_BYTES) -> ZipIndex:
     """Read the list of records at the end of a zip file.
+
+    Args:
+        reader: the open file.
+        tail_bytes: how much of its end to read at once; the rest of a longer list is read after it.
 
     Raises:
         CheckpointCutOff: no end record lies at the very end.
         CheckpointCorrupt: the list contradicts itself or the file.
     """
     where, file_size = reader.file.display, reader.file.stat.size
-    tail_start = max(0, file_size - TAIL_BYTES)
+    tail_start = max(0, file_size - tail_bytes)
     tail = reader.read(tail_start, file_size - tail_start)
     end_at = _find_end(tail)
     if end_at is None:
@@ -108,8 +118,14 @@ def read_record(reader: RangeReader, record: ZipRecord) -> bytes:
     """Return the data of a small record.
 
     Raises:
+        UnsupportedCheckpoint: it is not small.
         CheckpointCorrupt: it does not have the checksum that the index says.
     """
+    if record.size > MAX_RECORD_BYTES:
+        raise UnsupportedCheckpoint(
+            f"{reader.file.display}: record {record.name!r} has {record.size} bytes, at most {MAX_RECORD_BYTES} are "
+            "read into memory"
+        )
     where = data_range(reader, record)
     data = reader.read(where.offset, where.size)
     if record.crc and zlib.crc32(data) != record.crc:

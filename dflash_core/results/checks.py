@@ -11,7 +11,7 @@ from typing import Any
 import polars
 
 from dflash_core.errors import ResultsError
-from dflash_core.results.records import ALL, BLOCK_SCHEMA, NULLABLE_BLOCK_COLUMNS, EvaluationRecord
+from dflash_core.results.records import ALL, BLOCK_SCHEMA, NULLABLE_BLOCK_COLUMNS, WITHOUT_NUMBERS, EvaluationRecord
 
 
 def check_record(record: EvaluationRecord) -> None:
@@ -22,12 +22,12 @@ def check_record(record: EvaluationRecord) -> None:
     """
     if record.started_at.tzinfo is None:
         raise _refused(record, f"started_at {record.started_at.isoformat()} has no time zone")
-    if record.status == "failed":
+    if record.status in WITHOUT_NUMBERS:
         if not record.error or record.blocks is not None:
-            raise _refused(record, "a failed evaluation has an error and no blocks")
+            raise _refused(record, f"an evaluation that is {record.status!r} has an error and no blocks")
         return
     if record.status != "done" or record.error is not None:
-        raise _refused(record, f"status must be 'done' without an error or 'failed', got {record.status!r}")
+        raise _refused(record, f"status must be 'done' without an error, 'failed' or 'vanished', got {record.status!r}")
     if record.blocks is None or record.block_size is None or record.transcripts_digest is None:
         raise _refused(record, "a done evaluation has blocks, a block size and a transcripts digest")
     _check_prompts(record)

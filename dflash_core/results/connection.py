@@ -4,6 +4,9 @@ A DuckDB file has one process that writes, or many that read. So every connectio
 one statement or one transaction, opening is tried again with growing pauses while somebody else
 holds the file, and one process opens the file once at a time (DuckDB shares one instance, with
 its settings, between the connections of a process).
+
+A file of an older version is brought up to date when it is opened for writing; reading leaves it as it
+is, since every version so far answers the same queries.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from pathlib import Path
 import duckdb
 
 from dflash_core.errors import NoResults, ResultsError
+from dflash_core.results.migrations import SCHEMA_VERSION, migrate_one_step
 
-SCHEMA_VERSION = 1
 DEFAULT_WAIT_S = 60.0
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
@@ -63,25 +66,49 @@ def reading(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Iterator[duckd
 def writing(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open the database for one transaction, which is committed at the end or leaves nothing.
 
-    The folder, the file and its tables are made when they are missing.
+    The folder, the file and its tables are made when they are missing; tables of an older version are
+    brought up to date first, in a transaction of their own.
 
     Raises:
-        ResultsError: as `reading`, or the folder cannot be made.
+        ResultsError: as `reading`, or the folder cannot be made, or the tables cannot be brought up to date.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResultsError(f"the folder of the results database {str(path)!r} cannot be made: {error}") from error
     with _opened(path, read_only=False, wait_s=wait_s) as connection:
-        connection.begin()
-        try:
-            if _schema_version(connection, path) is None:
+        version = _schema_version(connection, path)
+        if version is not None:
+            _bring_up_to_date(connection, path, version)
+        with _transaction(connection):
+            if version is None:
                 _create_schema(connection)
             yield connection
-        except BaseException:
-            connection.rollback()
-            raise
-        connection.commit()
+
+
+@contextmanager
+def _transaction(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    connection.begin()
+    try:
+        yield
+    except BaseException:
+        connection.rollback()
+        raise
+    connection.commit()
+
+
+def _bring_up_to_date(connection: duckdb.DuckDBPyConnection, path: PathLike, version: int) -> None:
+    while version < SCHEMA_VERSION:
+        try:
+            with _transaction(connection):
+                migrate_one_step(connection, version)
+        except duckdb.Error as error:
+            raise ResultsError(
+                f"the results database {str(path)!r} could not be brought from schema version {version} to "
+                f"{version + 1} and was left as it is: {first_line(error)}: put that right, or name another file "
+                "under `results`"
+            ) from error
+        version += 1
 
 
 @contextmanager
@@ -136,16 +163,16 @@ def _schema_version(connection: duckdb.DuckDBPyConnection, path: PathLike) -> in
     """Return the version of the schema in the file; None when it has no tables at all.
 
     Raises:
-        ResultsError: the tables are not ours, or of a version that this program does not know.
+        ResultsError: the tables are not ours, or of a newer version than this program knows.
     """
     tables = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     if not tables:
         return None
     rows = connection.execute("SELECT schema_version FROM meta").fetchall() if "meta" in tables else []
-    if len(rows) != 1:
+    if len(rows) != 1 or rows[0][0] < 1:
         raise ResultsError(f"{str(path)!r} is a database but not one of results: name another file under `results`")
     version = int(rows[0][0])
-    if version != SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         raise ResultsError(
             f"the results database {str(path)!r} has schema version {version}, this program knows {SCHEMA_VERSION}: "
             "upgrade dflash-eval, or name another file under `results`"

@@ -20,7 +20,7 @@ from dflash_core.errors import NoResults, ResultsError
 from dflash_core.results.aggregate import ACCEPTANCE_SCHEMA, aggregate
 from dflash_core.results.checks import check_finite, check_record, json_text
 from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, reading, writing
-from dflash_core.results.records import SPEC_COLUMNS, EvaluationRecord
+from dflash_core.results.records import SPEC_COLUMNS, WITHOUT_NUMBERS, EvaluationRecord
 
 # On a second look at one checkpoint, what is known now wins and what is unknown now is kept.
 _ADD_CHECKPOINT = """
@@ -75,8 +75,8 @@ class _ArrowStream:
 def write_evaluation(path: PathLike, record: EvaluationRecord, *, wait_s: float = DEFAULT_WAIT_S) -> None:
     """Store one evaluation, in place of all rows of the same `evaluation_id`.
 
-    A failed evaluation stores its checkpoint and its error; it never replaces one that is done,
-    because the numbers of that one still hold.
+    One that failed, or whose checkpoint vanished, stores its checkpoint and its error; it never
+    replaces one that is done, because the numbers of that one still hold.
 
     Args:
         path: of the database; it and its folder are made when missing.
@@ -91,7 +91,7 @@ def write_evaluation(path: PathLike, record: EvaluationRecord, *, wait_s: float 
     for name, rows in tables.items():
         check_finite(name, rows)
     with writing(path, wait_s=wait_s) as connection:
-        if record.status == "failed" and _is_done(connection, record.evaluation_id):
+        if record.status in WITHOUT_NUMBERS and _is_done(connection, record.evaluation_id):
             return
         for name in _TABLES_OF_ONE_EVALUATION:
             connection.execute(f"DELETE FROM {name} WHERE evaluation_id = ?", [record.evaluation_id])
@@ -157,6 +157,7 @@ def read_evaluation(
     evaluation = found[0]
     for name in _JSON_COLUMNS:
         evaluation[name] = json.loads(evaluation[name])
+    evaluation["warnings"] = evaluation["spec"].get("warnings", [])
     evaluation["started_at"] = evaluation["started_at"].replace(tzinfo=UTC).isoformat()
     slices = _slices(acceptance, {(kind, name): values for kind, name, values in survival})
     evaluation["datasets"] = slices["all"] | slices["dataset"]

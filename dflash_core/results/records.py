@@ -49,6 +49,9 @@ SPEC_COLUMNS = (
 )
 """Keys of `EvaluationRecord.spec` that the table `evaluations` repeats as columns; absent is NULL."""
 
+WITHOUT_NUMBERS = frozenset({"failed", "vanished"})
+"""Values of `EvaluationRecord.status` that come with an error and without a number."""
+
 ALL = "all"
 """Name of the slice of all prompts; no dataset and no group may be called so."""
 
@@ -94,14 +97,14 @@ class PromptRecord:
 class EvaluationRecord:
     """One scoring of one checkpoint: its conditions, its outcome and one row per block.
 
-    A failed evaluation has `status='failed'`, an `error` of one line and no blocks.
+    One that came to no number (`WITHOUT_NUMBERS`) has an `error` of one line and no blocks.
     """
 
     evaluation_id: str
     """Digest of everything that decides the numbers."""
     checkpoint: CheckpointRecord
     status: str
-    """`done` or `failed`."""
+    """`done`, `failed`, or `vanished`: the checkpoint was found, and gone before it was read whole."""
     error: str | None
     spec: dict[str, Any]
     """What decided the numbers: target, transcripts, template, thinking flag, dtype, rules, versions.

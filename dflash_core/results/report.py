@@ -101,6 +101,7 @@ def render_report(data: ReportData, *, now: datetime) -> str:
     return environment.get_template(TEMPLATE).render(
         sections=[_section(section) for section in data.sections],
         failures=data.failures,
+        vanished=data.vanished,
         made_at=now.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 

@@ -33,15 +33,15 @@ _SURVIVAL = """
     SELECT evaluation_id, draft_position, num_blocks, num_survived, survival, conditional_acceptance
     FROM survival WHERE slice = 'all' ORDER BY evaluation_id, draft_position
 """
-# The newest failure at each address, until a checkpoint there was scored after all. (By address: a
-# checkpoint that failed before it was streamed has another id than after.)
-_FAILURES = """
+# The newest outcome without numbers at each address, until a checkpoint there was scored after all. (By
+# address: a checkpoint that failed before it was streamed has another id than after.)
+_WITHOUT_NUMBERS = """
     WITH outcomes AS (FROM evaluations JOIN checkpoints USING (checkpoint_id))
-    SELECT run, step, url, error, started_at
-    FROM outcomes AS failed
-    WHERE status = 'failed' AND NOT EXISTS (
+    SELECT run, step, url, status, error, started_at
+    FROM outcomes AS missed
+    WHERE status <> 'done' AND NOT EXISTS (
         FROM outcomes AS later
-        WHERE later.status = 'done' AND later.url = failed.url AND later.started_at >= failed.started_at
+        WHERE later.status = 'done' AND later.url = missed.url AND later.started_at >= missed.started_at
     )
     QUALIFY row_number() OVER (PARTITION BY url ORDER BY started_at DESC, evaluation_id) = 1
     ORDER BY run, step NULLS FIRST, started_at
@@ -86,6 +86,9 @@ class ReportData:
 
     sections: tuple[Section, ...]
     failures: tuple[Row, ...]
+    """Evaluations that failed, and nothing at that address was scored since."""
+    vanished: tuple[Row, ...]
+    """The same for checkpoints that were gone before they were read whole."""
 
 
 def read_report_data(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> ReportData:
@@ -98,7 +101,7 @@ def read_report_data(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Repor
     with reading(path, wait_s=wait_s) as connection:
         curve = _rows(connection, _CURVE)
         survival = _rows(connection, _SURVIVAL)
-        failures = _rows(connection, _FAILURES)
+        missed = _rows(connection, _WITHOUT_NUMBERS)
     by_evaluation = _grouped(survival, ("evaluation_id",))
     sections = []
     for rows in _grouped(curve, _CONDITIONS).values():
@@ -112,7 +115,11 @@ def read_report_data(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Repor
             )
         )
     sections.sort(key=lambda section: max(row["started_at"] for row in section.rows), reverse=True)
-    return ReportData(sections=tuple(sections), failures=tuple(failures))
+    return ReportData(
+        sections=tuple(sections),
+        failures=tuple(row for row in missed if row["status"] == "failed"),
+        vanished=tuple(row for row in missed if row["status"] == "vanished"),
+    )
 
 
 def _differences(path: PathLike, rows: Sequence[Row], wait_s: float) -> dict[str, PairedDifference]:

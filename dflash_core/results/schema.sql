@@ -1,4 +1,4 @@
--- The results database, schema version 1. Every column is defined in results/README.md.
+-- The results database, schema version 2; `migrations.py` has the steps that lead here. Every column is defined in results/README.md.
 -- A missing number is NULL; NaN and infinity are refused. Times are UTC.
 
 CREATE TABLE meta (
@@ -20,7 +20,7 @@ CREATE TABLE checkpoints (
 CREATE TABLE evaluations (
     evaluation_id VARCHAR PRIMARY KEY,
     checkpoint_id VARCHAR NOT NULL,
-    status VARCHAR NOT NULL CHECK (status IN ('done', 'failed')),
+    status VARCHAR NOT NULL CHECK (status IN ('done', 'failed', 'vanished')),
     error VARCHAR,
     target VARCHAR NOT NULL,
     block_size BIGINT CHECK (block_size >= 2),
@@ -42,7 +42,7 @@ CREATE TABLE evaluations (
     total_seconds DOUBLE NOT NULL CHECK (isfinite(total_seconds) AND total_seconds >= 0),
     bytes_read BIGINT NOT NULL CHECK (bytes_read >= 0),
     cached JSON NOT NULL,
-    CHECK ((status = 'failed') = (error IS NOT NULL))
+    CHECK ((status = 'done') = (error IS NULL))
 );
 
 CREATE TABLE prompts (

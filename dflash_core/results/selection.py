@@ -83,8 +83,8 @@ def select(candidates: Sequence[Candidate], selectors: Sequence[str], baseline: 
         baseline: one more selector, or None.
 
     Raises:
-        InputError: a selector stands for nothing, for several checkpoints or for a failed
-            evaluation; or the evaluations differ in target, transcripts, block size or the
+        InputError: a selector stands for nothing, for several checkpoints or for one that failed or
+            vanished; or the evaluations differ in target, transcripts, block size or the
             version of the metrics.
     """
     names = list(dict.fromkeys(([] if baseline is None else [baseline]) + list(selectors)))
@@ -122,7 +122,9 @@ def _of_one_checkpoint(matching: list[Candidate], selector: str) -> list[Candida
         raise InputError(f"{selector!r} stands for several checkpoints: {', '.join(labels[:8])}; write run:step")
     done = [candidate for candidate in matching if candidate.status == "done"]
     if not done:
-        raise InputError(f"the evaluation of {labels[0]!r} failed and has no numbers: {matching[0].error}")
+        newest = max(matching, key=lambda candidate: candidate.started_at)
+        what = "the checkpoint" if newest.status == "vanished" else "the evaluation of"
+        raise InputError(f"{what} {labels[0]!r} {newest.status} and has no numbers: {newest.error}")
     return sorted(done, key=lambda candidate: candidate.started_at, reverse=True)
 
 

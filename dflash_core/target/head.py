@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -42,6 +44,29 @@ def load_embedding_and_head(target: Target) -> EmbeddingAndHead:
     if tied is False:
         raise TargetError(f"{target.folder} holds no {_HEAD!r}, yet its config says that it is not tied")
     return EmbeddingAndHead(embedding_VD, embedding_VD)
+
+
+class TargetTables:
+    """The target's embedding and head, read by rows: what frozen copies in a checkpoint are compared with."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._loaded: EmbeddingAndHead | None = None
+
+    def shape(self, role: str) -> tuple[int, int] | None:
+        """Return [vocabulary, hidden size] of a table."""
+        rows, columns = self._table(role).shape
+        return int(rows), int(columns)
+
+    def rows(self, role: str, indices: Sequence[int], num_columns: int) -> NDArray[numpy.float32]:
+        """Return the first columns of some rows, in float32."""
+        values: NDArray[numpy.float32] = self._table(role)[list(indices), :num_columns].float().numpy()
+        return values
+
+    def _table(self, role: str) -> Tensor:
+        if self._loaded is None:
+            self._loaded = load_embedding_and_head(self._target)
+        return self._loaded.embedding_VD if role == "embedding" else self._loaded.head_VD
 
 
 def _find(target: Target, suffixes: tuple[str, ...]) -> dict[str, tuple[Path, str]]:

@@ -58,6 +58,7 @@ CHANGED: dict[str, Any] = {
             "max_read_mb_s": 1.5,
             "known_hosts": None,
             "identity_file": "/k",
+            "transport": "openssh",
             "timeout_s": 3.0,
             "models": ["~/m"],
             "disks": ["/d"],

@@ -14,8 +14,8 @@ from dflash_core.errors import DFlashEvalError, one_line
 CLASSES = {
     name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, DFlashEvalError)
 }
-# Everything else ends with 2: the user can put it right.
-ENDS_WITH_1 = {"DFlashEvalError", "ShapeMismatch", "ArtifactDamaged", "ResultsError"}
+# Everything else ends with 2: the user can put it right. (A checkpoint that rotates away is nobody's mistake.)
+ENDS_WITH_1 = {"DFlashEvalError", "ShapeMismatch", "ArtifactDamaged", "ResultsError", "CheckpointVanished"}
 BUILTINS = {
     "InputError": ValueError,
     "CheckpointNotFound": FileNotFoundError,

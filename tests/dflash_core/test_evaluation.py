@@ -345,14 +345,21 @@ class TestRecords:
         config = config_of(setup)
         inspection = evaluation.inspect(str(setup.run / "step_1"), config)
         checkpoint = evaluation.checkpoint_record(inspection, None)
+        why = CheckpointMismatch("why")
         record = evaluation.failed_record(
-            config, checkpoint, "why", started_at=evaluation.now(), seconds={"inspect": 1.0}
+            config, checkpoint, why, started_at=evaluation.now(), seconds={"inspect": 1.0}
         )
         assert (record.status, record.error, record.blocks, record.prompts) == ("failed", "why", None, ())
-        again = evaluation.failed_record(config, checkpoint, "else", started_at=evaluation.now(), seconds={})
+        again = evaluation.failed_record(config, checkpoint, OSError("else"), started_at=evaluation.now(), seconds={})
         assert again.evaluation_id == record.evaluation_id, "a second failure replaces the first"
+        assert (again.status, again.error) == ("failed", "OSError: else")
+        gone = evaluation.vanished(inspection)
+        last = evaluation.failed_record(config, checkpoint, gone, started_at=evaluation.now(), seconds={})
+        assert (last.status, last.evaluation_id) == ("vanished", record.evaluation_id)
+        assert last.error is not None
+        assert f"{inspection.ref.url} vanished before it was read whole" in last.error
         other = with_overrides(config, block_size=4)
-        third = evaluation.failed_record(other, checkpoint, "why", started_at=evaluation.now(), seconds={})
+        third = evaluation.failed_record(other, checkpoint, why, started_at=evaluation.now(), seconds={})
         assert third.evaluation_id != record.evaluation_id
 
     def test_times_are_in_utc(self) -> None:

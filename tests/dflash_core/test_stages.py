@@ -17,6 +17,7 @@ from dflash_core.errors import (
     CheckpointChanged,
     CheckpointMismatch,
     ConfigError,
+    HostUnreachable,
     PromptError,
     TargetError,
 )
@@ -156,8 +157,9 @@ class TestStages:
 
     def test_a_checkpoint_that_changed_since_it_was_looked_at_is_refused(self, config: Config, checkpoint: str) -> None:
         with pytest.raises(CheckpointChanged):
-            stages.stream_drafter(checkpoint, config, "another identity")
-        assert Store(config.store).find(stages.DRAFTER_KIND, stages.drafter_key("another identity")) is None
+            stages.stream_drafter(checkpoint, config, "another identity", "a-key")
+        store = Store(config.store)
+        assert store.find(stages.DRAFTER_KIND, "a-key") is None
 
     def test_the_keys_of_the_flow_are_those_of_the_artifacts(self, config: Config, evaluated: Evaluated) -> None:
         plan = stages.plan_target(config)
@@ -256,3 +258,27 @@ class TestRunDrafter:
         shutil.rmtree(Store(config.store).root / written.KIND)
         with pytest.raises(ArtifactDamaged, match="the transcripts vanished"):
             stages.read_transcripts(config, stages.plan_target(config))
+
+
+def test_a_drafter_whose_link_broke_is_gone_on_with_by_the_next_attempt(
+    tmp_path: Path, config: Config, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_core.checkpoints import partial_file
+    from tests.support.sftp_server import RecordingSFTPServer
+
+    monkeypatch.setattr(partial_file, "SYNC_BYTES", 1)
+    with RecordingSFTPServer(Path(checkpoint).parent) as server:
+        host = server.host_settings.model_dump(mode="json") | {"timeout_s": 1.0}
+        store = str(tmp_path / "store")
+        remote = parse_config(config.model_dump() | {"hosts": {"box": host}, "store": store}, where="test")
+        url = server.url(Path(checkpoint).name)
+        inspection = evaluation.inspect(url, remote)
+        key, identity = stages.drafter_key(inspection, remote), inspection.ref.identity
+        server.faults.cut_after_bytes, server.faults.cuts_left = inspection.bytes_wanted // 3, 100
+        with pytest.raises(HostUnreachable):
+            stages.stream_drafter(url, remote, identity, key)
+        assert [path.name for path in (tmp_path / "store" / "unfinished").iterdir()] == [f"drafter-{key}"]
+        server.faults.cuts_left = 0
+        assert stages.stream_drafter(url, remote, identity, key)["was_built"]
+        assert list((tmp_path / "store" / "unfinished").iterdir()) == []
+        assert (server.write_attempts, server.execs) == ([], [])

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,3 +344,37 @@ def test_a_file_larger_than_one_chunk_has_the_plain_sha256(tmp_path: Path, monke
     data = bytes(range(250))
     (tmp_path / "f").write_bytes(data)
     assert file_sha256(tmp_path / "f") == hashlib.sha256(data).hexdigest()
+
+
+def test_what_a_failed_builder_had_is_there_for_the_next_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def fail(folder: Path) -> dict[str, Any]:
+        with store.unfinished("drafter", "k") as unfinished:
+            (unfinished / "half").write_text("half")
+            raise RuntimeError("the link broke")
+
+    def finish(folder: Path) -> dict[str, Any]:
+        with store.unfinished("drafter", "k") as unfinished:
+            assert (unfinished / "half").read_text() == "half"
+            (unfinished / "half").rename(folder / "whole")
+        return {}
+
+    with pytest.raises(RuntimeError):
+        store.build("drafter", "k", fail)
+    assert store.find("drafter", "k") is None
+    assert store.build("drafter", "k", finish).file("whole").read_text() == "half"
+    assert list((tmp_path / "unfinished").iterdir()) == []
+
+
+def test_what_no_builder_came_back_to_goes_after_some_days(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for name, age_days in (("drafter-old", 4), ("drafter-young", 1)):
+        folder = tmp_path / "unfinished" / name
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(b"x")
+        then = time.time() - age_days * 86400
+        os.utime(folder, (then, then))
+    with store.unfinished("drafter", "k"):
+        pass
+    assert [path.name for path in (tmp_path / "unfinished").iterdir()] == ["drafter-young"]

@@ -162,6 +162,11 @@ class TestBadInput:
         assert inspected["ready"] is False
         assert inspected["not_ready_reason"]
 
+    def test_a_run_folder_that_does_not_exist(self, setup: Setup) -> None:
+        assert "'" + str(setup.folder / "runs" / "b") in fails(
+            setup, "watch", str(setup.folder / "runs" / "b"), "--once"
+        )
+
     def test_key_that_does_not_exist(self, setup: Setup) -> None:
         setup.change_config(promts="x")
         line = fails(setup, "evaluate", str(setup.run / "step_1"))
@@ -238,7 +243,7 @@ class TestBadInput:
 
 def test_a_watch_over_ssh_scores_each_checkpoint_once_and_only_reads(tmp_path: Path, prefect_api: str) -> None:
     """The whole of watch + evaluate against a server that records every operation."""
-    from tests.support.sftp_server import RecordingSFTPServer
+    from tests.support.sftp_server import READ_ONLY_OPEN, RecordingSFTPServer
 
     setup = make_setup(tmp_path / "s", steps=(1, 2))
     with RecordingSFTPServer(setup.folder / "runs") as server:
@@ -252,6 +257,9 @@ def test_a_watch_over_ssh_scores_each_checkpoint_once_and_only_reads(tmp_path: P
         assert [result["evaluation_id"] for result in again] == [result["evaluation_id"] for result in first]
         assert all(result["cached"]["stream_checkpoint"] for result in again)
         assert server.bytes_sent - sent < first[0]["bytes_total"], "weights are not read again"
+        reading = {"open", "read", "close", "stat", "lstat", "fstat", "scandir", "realpath", "statvfs"}
+        assert {operation.name for operation in server.ops} <= reading
+        assert {operation.flags for operation in server.ops if operation.name == "open"} == {READ_ONLY_OPEN}
         assert server.execs == []
         assert server.write_attempts == []
     rows = setup.json("sql", "SELECT count(*) AS n FROM evaluations")
@@ -272,6 +280,40 @@ def test_a_failed_checkpoint_does_not_stop_a_watch(tmp_path: Path, prefect_api: 
         ("step_2", "failed"),
     ]
     assert "step_3" in done.stderr, "what is not ready is said"
+
+
+def test_checkpoints_that_vanish_are_told_apart_from_failures(
+    tmp_path: Path, prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run rotates the checkpoint away after its index was read; what it left can be scored."""
+    from flows import evaluate_checkpoint
+
+    setup = make_setup(tmp_path / "s", steps=(1, 2))
+    probe = evaluate_checkpoint.probe_hosts
+
+    def rotate_and_probe(config: Any) -> Any:
+        if (setup.run / "step_1").exists():
+            (setup.run / "step_1").rename(setup.folder / "elsewhere")
+        return probe(config)
+
+    monkeypatch.setattr(evaluate_checkpoint, "probe_hosts", rotate_and_probe)
+    watched = setup.cli("watch", str(setup.run), "--once", "--json")
+    assert watched.returncode == 0, "a run that rotates its checkpoints has not failed"
+    done, vanished = json.loads(watched.stdout)
+    assert (Path(done["checkpoint"]).name, done["status"]) == ("step_2", "done")
+    assert (Path(vanished["checkpoint"]).name, vanished["status"]) == ("step_1", "vanished")
+    (told,) = [line for line in watched.stderr.splitlines() if "step_1" in line]
+    assert " vanished step_1 " in told
+
+    (setup.folder / "elsewhere").rename(setup.run / "step_1")
+    evaluated = setup.cli("evaluate", str(setup.run / "step_1"), "--json")
+    assert evaluated.returncode == 1
+    (result,) = json.loads(evaluated.stdout)
+    assert set(result) >= JSON_KEYS
+    assert result["status"] == "vanished"
+    rows = setup.json("sql", "SELECT step, status, error FROM evaluations JOIN checkpoints USING (checkpoint_id)")
+    assert sorted((row["step"], row["status"]) for row in rows) == [(1, "vanished"), (2, "done")]
+    assert result["error"] in [row["error"] for row in rows]
 
 
 def test_the_config_of_the_readme_is_understood() -> None:

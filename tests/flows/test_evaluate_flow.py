@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -15,7 +16,15 @@ from typing import Any
 import duckdb
 import pytest
 
-from dflash_core.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotReady, DoesNotFit
+from dflash_core.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointNotReady,
+    CheckpointVanished,
+    DoesNotFit,
+)
+from dflash_core.results.report_data import read_report_data
 from dflash_core.store import Store
 from dflash_core.target import runtime
 from tests.support.scene import Setup, make_setup
@@ -41,6 +50,11 @@ def rows_of(setup: Setup) -> dict[str, list[tuple[Any, ...]]]:
             table: connection.execute(f"SELECT * FROM {table} ORDER BY ALL").fetchall()
             for table in ("blocks", "acceptance", "survival", "prompts", "checkpoints")
         }
+
+
+def outcomes(setup: Setup) -> list[tuple[Any, ...]]:
+    with duckdb.connect(str(setup.results), read_only=True) as connection:
+        return connection.execute("SELECT status, error FROM evaluations ORDER BY status").fetchall()
 
 
 def has_tables(setup: Setup) -> bool:
@@ -153,6 +167,51 @@ class TestEvaluateFlow:
         assert len(found) == 1
         assert found[0][0] == "failed"
         assert "vocabulary is 999" in found[0][1]
+
+    @pytest.mark.parametrize("moment", ["before streaming", "while streaming"])
+    def test_a_checkpoint_that_is_rotated_away_is_a_vanished_row(
+        self, setup: Setup, monkeypatch: pytest.MonkeyPatch, moment: str
+    ) -> None:
+        step, elsewhere = setup.run / "step_1", setup.folder / "elsewhere"
+        module, name = {
+            "before streaming": ("flows.evaluate_checkpoint", "probe_hosts"),
+            "while streaming": ("dflash_core.progress", "report"),
+        }[moment]
+        original = getattr(importlib.import_module(module), name)
+
+        def rotate_and_go_on(*arguments: Any) -> Any:
+            if step.exists() and (moment == "before streaming" or arguments[0] == "stream_checkpoint"):
+                step.rename(elsewhere)
+            return original(*arguments)
+
+        monkeypatch.setattr(f"{module}.{name}", rotate_and_go_on)
+        with pytest.raises(CheckpointVanished, match="step_1.* while it was read|step_1 vanished before") as caught:
+            evaluate(setup, step)
+        assert caught.value.exit_status == 1
+        assert outcomes(setup) == [("vanished", str(caught.value))]
+        assert rows_of(setup)["acceptance"] == []
+        assert [row["status"] for row in read_report_data(setup.results).vanished] == ["vanished"]
+
+        # Gone before the first look: nothing is known of it, so there is no second row.
+        with pytest.raises(CheckpointNotFound):
+            evaluate(setup, step)
+        assert len(outcomes(setup)) == 1
+
+        monkeypatch.setattr(f"{module}.{name}", original)
+        elsewhere.rename(step)
+        assert evaluate(setup, step)["status"] == "done"
+        assert [status for status, _ in outcomes(setup)] == ["done", "vanished"]
+        assert len(rows_of(setup)["checkpoints"]) == 1
+        assert read_report_data(setup.results).vanished == (), "scored since"
+
+        # And what vanishes after it was scored leaves its numbers alone.
+        numbers = rows_of(setup)
+        shutil.rmtree(Store(setup.folder / "store").root / "drafter")
+        monkeypatch.setattr(f"{module}.{name}", rotate_and_go_on)
+        with pytest.raises(CheckpointVanished):
+            evaluate(setup, step)
+        assert [status for status, _ in outcomes(setup)] == ["done", "vanished"]
+        assert rows_of(setup) == numbers
 
 
 @pytest.mark.usefixtures("prefect_api")

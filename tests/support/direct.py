@@ -40,7 +40,8 @@ def evaluate_directly(config: Config, checkpoint: Path | str) -> Evaluated:
     evaluation.require_ready(inspection)
     plan = stages.plan_target(config)
     drafter = evaluation.read_spec(inspection, config, plan.target.config)
-    streamed = stages.stream_drafter(str(checkpoint), config, inspection.ref.identity)
+    key = stages.drafter_key(inspection, config)
+    streamed = stages.stream_drafter(str(checkpoint), config, inspection.ref.identity, key)
     transcripts = stages.write_transcripts(config)
     states = stages.extract_hidden_states(config, drafter.target_layer_ids)
     sha256 = streamed["meta"]["weights_sha256"]

@@ -56,6 +56,8 @@ class Faults:
     hang_reads: bool = False
     """Never answer a read."""
     refuse_login: bool = False
+    deny_paths: frozenset[str] = frozenset()
+    """Paths that may be neither opened, listed nor looked at."""
     before_read: Callable[[SFTPOperation], None] | None = None
     """Called before each read is answered, in the server's thread."""
 
@@ -71,6 +73,9 @@ class Record:
     execs: list[str] = field(default_factory=list)
     """Commands and shells asked for."""
     num_connections: int = 0
+    num_open_now: int = 0
+    most_open_at_once: int = 0
+    """The most connections that were open at the same time."""
 
 
 class _ReadOnlyFiles(asyncssh.SFTPServer):
@@ -91,6 +96,8 @@ class _ReadOnlyFiles(asyncssh.SFTPServer):
     def _note(self, name: str, path: bytes | str, **details: int) -> SFTPOperation:
         operation = SFTPOperation(name, os.fsdecode(path), **details)
         self._record.ops.append(operation)
+        if operation.path in self._faults.deny_paths:
+            raise asyncssh.SFTPPermissionDenied("denied")
         return operation
 
     def _path_of(self, file_obj: Any) -> str:
@@ -210,22 +217,42 @@ class _ReadOnlyFiles(asyncssh.SFTPServer):
 
 
 class _Login(asyncssh.SSHServer):
-    def __init__(self, record: Record, faults: Faults) -> None:
+    def __init__(self, record: Record, faults: Faults, *, is_jump_host: bool, accept_key: str | None) -> None:
         self._record = record
         self._faults = faults
+        self._is_jump_host = is_jump_host
+        self._accept_key = accept_key
 
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
-        self._record.num_connections += 1
+        record = self._record
+        record.num_connections += 1
+        record.num_open_now += 1
+        record.most_open_at_once = max(record.most_open_at_once, record.num_open_now)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._record.num_open_now -= 1
+
+    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
+        return self._is_jump_host
 
     def begin_auth(self, username: str) -> bool:
         return self._faults.refuse_login
+
+    def public_key_auth_supported(self) -> bool:
+        return self._accept_key is not None
+
+    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        return self._accept_key is not None and key == asyncssh.import_public_key(self._accept_key)
 
 
 class RecordingSFTPServer:
     """Serves `root` over SFTP on 127.0.0.1, any free port, while the `with` block lasts."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_jump_host: bool = False) -> None:
         self.root = root
+        self._is_jump_host = is_jump_host
+        self.accept_key: str | None = None
+        """A public key that is let in even while logins are refused."""
         self.faults = Faults()
         self.port = 0
         self._record = Record()
@@ -259,6 +286,16 @@ class RecordingSFTPServer:
     def num_connections(self) -> int:
         """Connections accepted so far."""
         return self._record.num_connections
+
+    @property
+    def num_open_now(self) -> int:
+        """Connections that are open at this moment."""
+        return self._record.num_open_now
+
+    @property
+    def most_open_at_once(self) -> int:
+        """The most connections that were ever open at the same time."""
+        return self._record.most_open_at_once
 
     @property
     def host_settings(self) -> HostSettings:
@@ -314,7 +351,7 @@ class RecordingSFTPServer:
             "127.0.0.1",
             self.port,
             server_host_keys=[self._key],
-            server_factory=lambda: _Login(self._record, self.faults),
+            server_factory=self._login,
             sftp_factory=lambda chan: _ReadOnlyFiles(chan, self.root, self._record, self.faults),
             process_factory=self._refuse_process,
             acceptor=self._connections.append,
@@ -334,6 +371,9 @@ class RecordingSFTPServer:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+
+    def _login(self) -> _Login:
+        return _Login(self._record, self.faults, is_jump_host=self._is_jump_host, accept_key=self.accept_key)
 
     def _refuse_process(self, process: asyncssh.SSHServerProcess[str]) -> None:
         self._record.execs.append(process.command or "(shell)")

@@ -112,9 +112,15 @@ def test_every_pickle_protocol_is_read(tmp_path: Path, protocol: int) -> None:
     assert_same(streamed(url, tmp_path), tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
+    ],
+)
 def test_each_dtype_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = drafter_tensors(dtype=dtype)
+    tensors = {name: tensor.mul(9).to(dtype) for name, tensor in drafter_tensors().items()}
     assert_same(streamed(saved(tmp_path / "c.pt", tensors), tmp_path), tensors)
 
 
@@ -131,6 +137,15 @@ def test_views_ties_and_shared_storages_come_out_right(tmp_path: Path) -> None:
     assert_same(load_file(result.path), {name: t.detach().contiguous() for name, t in tensors.items()})
     expected = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
     assert result.path.read_bytes() == save(expected)
+
+
+def test_a_large_view_that_cannot_be_put_in_order_piece_by_piece_is_refused(tmp_path: Path) -> None:
+    tensors = drafter_tensors()
+    with torch.serialization.skip_data():
+        tensors["fc.weight"] = torch.empty(60 << 20).as_strided((3, 20 << 20), (1, 2))
+        torch.save(tensors, tmp_path / "c.pt")
+    with pytest.raises(UnsupportedCheckpoint, match=r"strides \[1, 2\] would have to be held in memory"):
+        inspect_checkpoint(str(tmp_path / "c.pt"))
 
 
 def test_a_small_view_into_a_large_storage_is_read_alone_and_reported_as_unverified(tmp_path: Path) -> None:
@@ -185,6 +200,34 @@ def test_a_record_beyond_4_gib_is_found(tmp_path: Path) -> None:
     found = inspect_checkpoint(str(path))
     assert {entry.name for entry in found.tensors} == set(tensors)
     assert found.bytes_read < 200_000
+
+
+class SparseFile:
+    """Takes what torch.save writes; long runs that begin with zeros become holes."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb")
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        if len(view) > 1 << 20 and not any(view[:4096]):
+            self.file.seek(len(view), os.SEEK_CUR)
+        else:
+            self.file.write(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def test_a_drafter_that_lies_beyond_4_gib_is_fetched(tmp_path: Path) -> None:
+    tensors = drafter_tensors()
+    moment = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage((4 << 30) + 12345))
+    out = SparseFile(tmp_path / "c.pt")
+    torch.save({"optimizer": {"moment": moment}, "model": tensors}, out)
+    out.file.close()
+    assert (tmp_path / "c.pt").stat().st_size > 4 << 30
+    assert_same(streamed(str(tmp_path / "c.pt"), tmp_path), tensors)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +313,8 @@ def test_the_digest_of_the_weights_does_not_depend_on_the_file_they_came_in(tmp_
 
 def refusal(content: Any, path: Path) -> str:
     with pytest.raises(UnsupportedCheckpoint) as caught:
-        inspect_checkpoint(saved(path, content))
+        stream_checkpoint(saved(path, content), path.with_suffix(".safetensors"))
+    assert not path.with_suffix(".safetensors").exists()
     return str(caught.value)
 
 
@@ -280,7 +324,6 @@ def refusal(content: Any, path: Path) -> str:
         "markov_head.markov_w1.weight",
         "confidence_head.proj.weight",
         "prefix_gru.weight_ih_l0",
-        "d2t",
         "mask_embedding",
         "layers.0.self_attn.g_proj.weight",
     ],
@@ -300,13 +343,16 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     tensors = drafter_tensors()
     del tensors["layers.1.mlp.up_proj.weight"]
     with pytest.raises(CheckpointMismatch, match=r"layers\.1\.mlp\.up_proj\.weight"):
-        inspect_checkpoint(saved(tmp_path / "c.pt", tensors))
+        stream_checkpoint(saved(tmp_path / "c.pt", tensors), tmp_path / "out")
+    inspection = inspect_checkpoint(str(tmp_path / "c.pt"))
+    assert "layers.1.mlp.up_proj.weight" in str(inspection.refusal)
+    assert len(inspection.tensors) == len(tensors)
 
 
 def test_a_gap_in_the_layers_is_named(tmp_path: Path) -> None:
     tensors = {name.replace("layers.1.", "layers.2."): tensor for name, tensor in drafter_tensors().items()}
     with pytest.raises(CheckpointMismatch, match=r"\[0, 2\]"):
-        inspect_checkpoint(saved(tmp_path / "c.pt", tensors))
+        stream_checkpoint(saved(tmp_path / "c.pt", tensors), tmp_path / "out")
 
 
 def test_half_a_dflash2_is_refused(tmp_path: Path) -> None:
@@ -314,7 +360,7 @@ def test_half_a_dflash2_is_refused(tmp_path: Path) -> None:
     added = dflash2_tensors(tensors)
     del added["layers.1.mlp_conv.base_kernel"]
     with pytest.raises(CheckpointMismatch, match=r"layers\.1\.mlp_conv\.base_kernel"):
-        inspect_checkpoint(saved(tmp_path / "c.pt", tensors | added))
+        stream_checkpoint(saved(tmp_path / "c.pt", tensors | added), tmp_path / "out")
 
 
 def test_two_sets_of_weights_are_reported_and_not_decided_between(tmp_path: Path) -> None:
@@ -329,24 +375,55 @@ def test_one_set_of_weights_listed_twice_is_one(tmp_path: Path) -> None:
     assert_same(streamed(saved(tmp_path / "c.pt", {"model": tensors, "state_dict": tensors}), tmp_path), tensors)
 
 
-def test_a_base_model_beside_the_drafter_is_refused(tmp_path: Path) -> None:
+def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
     tensors = drafter_tensors()
-    both = {f"dflash_module.{name}": tensor for name, tensor in tensors.items()}
+    both = {f"module.{name}": tensor for name, tensor in tensors.items()}
     both |= {name: tensor for name, tensor in tensors.items() if name.startswith("layers.")}
-    assert "both mean" in refusal({"model": both}, tmp_path / "c.pt")
+    assert "means the same tensor 'layers.0." in refusal({"model": both}, tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize("scope", ["dflash_module", "draft_model", "module.dflash_module", "model_state.draft_model"])
+def test_of_a_whole_model_only_the_drafters_module_is_taken(tmp_path: Path, scope: str) -> None:
+    tensors = drafter_tensors()
+    base = {f"model.{name}": torch.ones(3) for name in tensors if name.startswith("layers.")}
+    base |= {"model.embed_tokens.weight": torch.ones(9, 3), "lm_head.weight": torch.ones(9, 3)}
+    base |= {"model.norm.weight": torch.ones(3), "model.visual.blocks.0.weight": torch.ones(3)}
+    whole = base | {f"{scope}.{name}": tensor for name, tensor in tensors.items()}
+    url = saved(tmp_path / "c.pt", {"model": whole})
+    assert_same(streamed(url, tmp_path), tensors)
+    roles = {entry.name: entry.role for entry in inspect_checkpoint(url).tensors}
+    assert {roles[name] for name in base} == {"ignored"}
+
+
+def test_a_part_of_the_drafter_outside_its_module_is_refused(tmp_path: Path) -> None:
+    tensors = {f"dflash_module.{name}": tensor for name, tensor in drafter_tensors().items()}
+    message = refusal({"model": tensors | {"markov_head.markov_w1.weight": torch.ones(3)}}, tmp_path / "c.pt")
+    assert "'markov_head.markov_w1.weight'" in message
+
+
+def test_state_of_the_training_in_one_flat_dict_is_ignored_with_a_reason(tmp_path: Path) -> None:
+    tensors = drafter_tensors()
+    state = {"rng_state": torch.get_rng_state(), "optimizer.state.0.exp_avg": torch.ones(3)}
+    url = saved(tmp_path / "c.pt", tensors | state)
+    assert_same(streamed(url, tmp_path), tensors)
+    reasons = {entry.name: entry.reason for entry in inspect_checkpoint(url).tensors}
+    assert {reasons[name] for name in state} == {"state of the training"}
+
+
+def test_a_name_that_only_begins_like_an_optimizer_is_no_state_of_the_training(tmp_path: Path) -> None:
+    tensors = drafter_tensors() | {"optimal_head.weight": torch.ones(3)}
+    assert "'optimal_head.weight'" in refusal(tensors, tmp_path / "c.pt")
+
+
+def test_the_map_of_a_reduced_vocabulary_is_fetched(tmp_path: Path) -> None:
+    tensors = drafter_tensors() | {"d2t": torch.arange(7), "t2d": torch.ones(50, dtype=torch.bool)}
+    assert_same(streamed(saved(tmp_path / "c.pt", tensors), tmp_path), tensors)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_files_of_other_kinds_are_refused_by_their_name(tmp_path: Path) -> None:
     tensors = drafter_tensors()
-    legacy = tmp_path / "legacy.pt"
-    torch.save(tensors, legacy, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedCheckpoint, match=r"torch before 1\.6"):
-        inspect_checkpoint(str(legacy))
     assert "torch.nn.modules.linear.Linear" in refusal(torch.nn.Linear(2, 2), tmp_path / "module.pt")
-    assert "float8_e4m3fn" in refusal(
-        {**tensors, "fc.weight": torch.zeros(32, 96).to(torch.float8_e4m3fn)}, tmp_path / "fp8.pt"
-    )
     assert "_rebuild_sparse_tensor" in refusal(
         {**tensors, "fc.weight": torch.eye(4).to_sparse()}, tmp_path / "sparse.pt"
     )

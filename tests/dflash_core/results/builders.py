@@ -122,13 +122,18 @@ def make_checkpoint(checkpoint_id: str, *, run: str = "run-a", step: int | None 
 
 
 def make_failed(
-    evaluation_id: str = "eval-f", *, error: str = "the file is cut off", minutes: int = 0, step: int | None = 100
+    evaluation_id: str = "eval-f",
+    *,
+    error: str = "the file is cut off",
+    minutes: int = 0,
+    step: int | None = 100,
+    status: str = "failed",
 ) -> EvaluationRecord:
     return make_record(
         evaluation_id,
         step=step,
         minutes=minutes,
-        status="failed",
+        status=status,
         error=error,
         blocks=None,
         prompts=(),

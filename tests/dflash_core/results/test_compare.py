@@ -20,6 +20,9 @@ def path(tmp_path_factory):
         write_evaluation(path, make_record(f"eval-{step}", step=step, quality=quality, seed=place, minutes=place))
     write_evaluation(path, make_record("eval-published", run="published", step=None, quality=0.9, seed=8))
     write_evaluation(path, make_failed("eval-failed", step=20000))
+    write_evaluation(path, make_failed("eval-gone", status="vanished", error="rotated away", step=30000))
+    write_evaluation(path, make_failed("eval-gone-again", status="vanished", error="gone too", step=40000, minutes=2))
+    write_evaluation(path, make_failed("eval-failed-once", step=40000, minutes=1))
     return path
 
 
@@ -102,6 +105,8 @@ def test_a_local_checkpoint_is_found_by_its_relative_path(tmp_path, monkeypatch)
         pytest.param(["run-a:9000"], "nearest is 'run-a:900'", id="unknown step"),
         pytest.param(["zzz"], "known are published, run-a:1000", id="unknown name"),
         pytest.param(["20000"], "failed and has no numbers: the file is cut off", id="failed"),
+        pytest.param(["30000"], "checkpoint 'run-a:30000' vanished and has no numbers: rotated", id="vanished"),
+        pytest.param(["40000"], "vanished and has no numbers: gone too", id="failed, then vanished"),
         pytest.param(["run-a"], "several checkpoints: run-a:1000, run-a:10000", id="run with several steps"),
         pytest.param(["checkpoint.pt"], "several checkpoints", id="file name that all share"),
     ],

@@ -81,22 +81,30 @@ def test_writing_twice_replaces_and_doubles_nothing(path):
     ]
 
 
-def test_a_failed_evaluation_is_a_row_and_a_later_success_replaces_it(path):
-    write_evaluation(path, make_failed("eval-a", error="the file is cut off"))
+@pytest.mark.parametrize("status", ["failed", "vanished"])
+def test_an_evaluation_without_numbers_is_a_row_and_a_later_success_replaces_it(path, status):
+    write_evaluation(path, make_failed("eval-a", status=status, error="the file is cut off"))
     assert not has_evaluation(path, "eval-a")
     found = read_evaluation(path, "eval-a")
-    assert (found["status"], found["error"], found["datasets"]) == ("failed", "the file is cut off", {})
+    assert (found["status"], found["error"], found["datasets"]) == (status, "the file is cut off", {})
     assert query(path, "SELECT count(*) FROM checkpoints") == [(1,)]
     write_evaluation(path, make_record())
     assert has_evaluation(path, "eval-a")
     assert query(path, "SELECT status, error FROM evaluations") == [("done", None)]
 
 
-def test_a_failure_does_not_destroy_numbers_that_hold(path):
+@pytest.mark.parametrize("status", ["failed", "vanished"])
+def test_a_failure_does_not_destroy_numbers_that_hold(path, status):
     write_evaluation(path, make_record())
     before = contents(path)
-    write_evaluation(path, make_failed("eval-a", error="the host was down"))
+    write_evaluation(path, make_failed("eval-a", status=status, error="the host was down"))
     assert contents(path) == before
+
+
+def test_of_several_outcomes_without_numbers_the_newest_stays(path):
+    for status in ("failed", "vanished", "failed", "vanished"):
+        write_evaluation(path, make_failed("eval-a", status=status))
+        assert query(path, "SELECT status FROM evaluations") == [(status,)]
 
 
 def test_a_later_look_at_a_checkpoint_keeps_what_was_known(path):
@@ -184,6 +192,8 @@ def test_a_walk_with_a_gap_is_refused(path):
     [
         pytest.param({"error": "oh"}, "without an error", id="done with an error"),
         pytest.param({"status": "halfway"}, "halfway", id="unknown status"),
+        pytest.param({"status": "vanished"}, "'vanished' has an error", id="vanished without a reason"),
+        pytest.param({"status": "vanished", "error": "gone"}, "and no blocks", id="vanished with numbers"),
         pytest.param({"blocks": None}, "a done evaluation has blocks", id="done without blocks"),
         pytest.param({"started_at": datetime(2026, 3, 1)}, "no time zone", id="naive time"),
         pytest.param({"seconds": {"run_drafter": math.nan}}, "JSON", id="nan in a stage's seconds"),
@@ -230,7 +240,7 @@ def test_a_database_of_a_newer_version_is_refused_in_one_line(path):
     with writing(path) as connection:
         connection.execute("UPDATE meta SET schema_version = 99")
     for act in (lambda: write_evaluation(path, make_record()), lambda: read_evaluation(path, "eval-a")):
-        with pytest.raises(ResultsError, match="schema version 99, this program knows 1: upgrade") as caught:
+        with pytest.raises(ResultsError, match="schema version 99, this program knows 2: upgrade") as caught:
             act()
         assert "\n" not in str(caught.value)
 

@@ -39,6 +39,10 @@ def path(tmp_path_factory):
     write_evaluation(path, make_record("eval-published", run="published", step=None, quality=0.6, seed=8))
     write_evaluation(path, make_record("eval-other", transcripts_digest="other prompts", seed=5, minutes=-9))
     write_evaluation(path, make_failed("eval-failed", step=500, error=f"cut off: {EVIL}", minutes=9))
+    write_evaluation(path, make_failed("eval-gone", step=600, status="vanished", error=f"gone: {EVIL}", minutes=9))
+    # Failed, then vanished: the last word counts. Vanished, then scored at that address: no news.
+    write_evaluation(path, make_failed("eval-lost-before", step=600, error="was cut off", minutes=8))
+    write_evaluation(path, make_failed("eval-back", step=100, status="vanished", error="was away", minutes=-1))
     # No news any more: a failure at the address of what was scored later, and one before a newer failure.
     write_evaluation(path, make_failed("eval-mended", error="was down", minutes=-1))
     write_evaluation(path, make_failed("eval-failed-before", step=500, error="was asleep", minutes=8))
@@ -129,6 +133,23 @@ def test_failures_that_are_news_are_listed_with_their_reason(page):
     assert "Evaluations that failed" in text
     assert "was down" not in text
     assert "was asleep" not in text
+
+
+def test_what_vanished_is_told_apart_from_failures(page):
+    failed, vanished = html.unescape(page).split("Checkpoints that vanished", maxsplit=1)
+    assert f"cut off: {EVIL}" in failed
+    assert f"gone: {EVIL}" in vanished
+    assert f"gone: {EVIL}" not in failed
+    assert "was cut off" not in text_of(page)
+    assert "was away" not in text_of(page)
+
+
+def test_vanished_checkpoints_alone_give_a_page_that_says_so(tmp_path):
+    write_evaluation(tmp_path / "db", make_failed(status="vanished", error="rotated away"))
+    page = write_report(tmp_path / "db", tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "No evaluation is done yet" in page
+    assert "rotated away" in page
+    assert "Evaluations that failed" not in page
 
 
 def test_nothing_from_outside_is_loaded_or_executed(page, outline):

@@ -27,6 +27,8 @@ def path(tmp_path_factory):
     write_evaluation(path, make_record("eval-small-block", step=300, quality=0.8, block_size=3, minutes=1))
     write_evaluation(path, make_record("eval-published", run="published", step=None, quality=0.9, seed=9))
     write_evaluation(path, make_failed("eval-broken", step=400))
+    write_evaluation(path, make_failed("eval-gone", status="vanished", error="rotated away", step=500))
+    write_evaluation(path, make_failed("eval-200-was-busy", step=200, minutes=-1))
     return path
 
 
@@ -122,6 +124,7 @@ def test_there_is_a_query_for_each_question_people_ask():
         "survival_of_two_checkpoints",
         "weakest_prompts",
         "near_tie_share",
+        "not_scored",
         "paired_differences",
     }
 
@@ -161,6 +164,9 @@ def test_the_queries_give_the_right_answers(path):
     paired = answer(path, "paired_differences").filter(evaluation_a="eval-100", evaluation_b="eval-300")
     assert paired["num_prompts"].to_list() == [3, 3, 3]
     assert all(row["num_better"] + row["num_worse"] <= 3 for row in paired.iter_rows(named=True))
+
+    missed = answer(path, "not_scored").select("step", "status", "error").rows()
+    assert missed == [(400, "failed", "the file is cut off"), (500, "vanished", "rotated away")]
 
     ties = answer(path, "near_tie_share").filter(evaluation_id="eval-100", slice="all").row(0, named=True)
     walk = make_record(quality=0.2, seed=0).blocks.filter("is_on_walk")
