@@ -10,6 +10,7 @@ import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -32,6 +33,21 @@ def _expanded(value: object) -> object:
 
 PathText = Annotated[str, BeforeValidator(_expanded)]
 """A path or fsspec URL; a leading `~` is expanded."""
+
+
+def _server_url(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError("must be the http:// or https:// address of a server")
+    if parts.username is not None or parts.query:
+        raise ValueError("must hold no user, password or key; name the key's environment variable in api_key_env")
+    return value
+
+
+ServerUrl = Annotated[str, BeforeValidator(_server_url)]
+"""Address of a server; without a secret, for it is shown in messages."""
 
 
 class _Section(BaseModel):
@@ -77,7 +93,19 @@ class CompletionSettings(_Section):
     """Where the target's own continuations come from."""
 
     source: Literal["local", "server", "file"] = "local"
-    base_url: str | None = None
+    """local: the target runs here; server: it is served at base_url; file: the prompts bring their responses."""
+    base_url: ServerUrl | None = None
+    """Address of an SGLang, vLLM or OpenAI-compatible server; a `/v1` at its end may be left out."""
+    api: Literal["auto", "sglang", "vllm", "openai"] = "auto"
+    """The protocol to speak; auto asks the server what it is."""
+    server_model: str | None = Field(default=None, min_length=1)
+    """The server's name of the target; None takes the one it lists under the name of target.model."""
+    concurrency: int = Field(default=8, ge=1)
+    """Requests under way at once."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """How long one answer may take, in seconds."""
+    api_key_env: str | None = Field(default=None, min_length=1)
+    """Name of the environment variable that holds the server's key; the key itself is written nowhere."""
     max_new_tokens: int = Field(default=256, ge=1)
     thinking: bool = False
     batch_size: int = Field(default=24, ge=1)

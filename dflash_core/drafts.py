@@ -13,7 +13,8 @@ from dflash_core.acceptance import walk
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
-from dflash_core.drafter.model import Anchors, Drafter
+from dflash_core.drafter.head import Head
+from dflash_core.drafter.model import Drafter
 from dflash_core.errors import InputError
 from dflash_core.store import Store
 from dflash_core.target import transcripts as written
@@ -30,6 +31,8 @@ class DraftedBlock:
     """Drafts from the first miss on; those beyond the end of the transcript included."""
     bonus: str | None
     """The target's own token after the accepted ones; None where the transcript ends before it."""
+    confidences: tuple[float, ...] = ()
+    """Chance of acceptance that DSpark's confidence head gives each draft; empty where the drafter has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,16 +76,12 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
     end = first + transcripts[chosen].num_tokens
     features_TF = torch.cat([states.load_layer(layer)[first:end] for layer in spec.target_layer_ids], dim=-1)
     tokenizer = written.load_tokenizer(plan.target)
-    block_size = config.drafter.block_size or spec.block_size
-    blocks = _walk(
-        drafter,
-        head,
-        transcripts[chosen],
-        features_TF,
-        tokenizer,
-        block_size=block_size,
+    rule = scoring.BlockRule(
+        block_size=config.drafter.block_size or spec.block_size,
         max_new_tokens=written_artifact.meta["max_new_tokens"],
+        row_alignment=spec.row_alignment,
     )
+    blocks = _walk(drafter, head, transcripts[chosen], features_TF, tokenizer, rule)
     prompt = plan.prompts[[prompt.id for prompt in plan.prompts].index(transcripts[chosen].id)]
     return DraftedPrompt(
         prompt_id=prompt.id,
@@ -103,27 +102,23 @@ def _choose(transcripts: list[written.Transcript], prompt_id: str | None) -> int
 
 def _walk(
     drafter: Drafter,
-    head: scoring.Head,
+    head: Head,
     transcript: written.Transcript,
     features_TF: Tensor,
     tokenizer: Any,
-    *,
-    block_size: int,
-    max_new_tokens: int,
+    rule: scoring.BlockRule,
 ) -> list[DraftedBlock]:
     context = drafter.read_context(features_TF)
     response = transcript.response_ids
     blocks = []
     index = 0
     while index < len(response) - 1:
-        drafted = walk.num_drafted(index, block_size=block_size, max_new_tokens=max_new_tokens)
-        anchors = Anchors(
-            torch.tensor([len(transcript.prompt_ids) + index]),
-            torch.tensor([response[index]]),
-            torch.tensor([drafted + 1]),
-        )
-        (hidden_AKD,) = drafter.draft_hidden([context], [anchors], block_size)
-        draft = head.choose(hidden_AKD[0, 1 : drafted + 1]).tolist()
+        drafted = rule.num_drafted(index)
+        (hidden_1KD,) = drafter.draft_hidden([context], [rule.anchors(transcript, [index])], rule.block_size)
+        hidden_PD = rule.drafting_rows(hidden_1KD)[0, :drafted]
+        draft = head.propose(hidden_PD, response[index])
+        before_1P = torch.tensor([[response[index], *draft][:drafted]], device=drafter.device)
+        confidence_1P = head.confidence(hidden_PD[None], before_1P)
         reference = list(response[index + 1 : index + 1 + drafted])
         judged = torch.tensor([draft[: len(reference)]]), torch.tensor([reference])
         num_accepted = int(walk.count_accepted_drafts(*judged)) if drafted else 0
@@ -136,6 +131,7 @@ def _walk(
                 accepted=tuple(texts[:num_accepted]),
                 rejected=tuple(texts[num_accepted:]),
                 bonus=tokenizer.decode([response[index + emitted]]) if emitted > num_accepted else None,
+                confidences=() if confidence_1P is None else tuple(confidence_1P[0].tolist()),
             )
         )
         index += emitted

@@ -18,6 +18,8 @@
     ├── HostError                 a machine could not be used (exit status 2)
     │   ├── HostUnreachable       no answer, refused, or too slow
     │   └── HostKeyUnknown        its host key is not in known_hosts
+    ├── ServerError               a server of the target gave no answer, or not a whole one (exit status 2)
+    │   └── ServerMismatch        it serves another model, or has another tokenizer or template
     ├── DoesNotFit                the job needs more memory or disk than there is (exit status 2)
     ├── ShapeMismatch             two tensors that belong together have different shapes
     ├── ArtifactDamaged           something in the store is not what its manifest says
@@ -110,6 +112,16 @@ class HostUnreachable(HostError):
 
 class HostKeyUnknown(HostError):
     """Raised when a host's key is not in its known_hosts file."""
+
+
+class ServerError(DFlashEvalError, ConnectionError):
+    """Raised when a server of the target gives no answer, refuses, or answers with less than a whole completion."""
+
+    exit_status = 2
+
+
+class ServerMismatch(ServerError):
+    """Raised when a server serves another model than the target, or reads prompts differently: tokenizer, template."""
 
 
 class DoesNotFit(DFlashEvalError, MemoryError):

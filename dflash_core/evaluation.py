@@ -6,12 +6,10 @@ conditions is known by it, without streaming or computing anything.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import polars
@@ -19,19 +17,17 @@ import polars
 from dflash_core import stages
 from dflash_core.acceptance import walk
 from dflash_core.checkpoints import CheckpointInspection, inspect_checkpoint
-from dflash_core.checkpoints.dtypes import WEIGHT_TYPES
-from dflash_core.checkpoints.names import DRAFT_VOCABULARY
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
-from dflash_core.drafter.spec import ROW_ALIGNMENT, DrafterSpec, read_drafter_spec, target_layer_ids
+from dflash_core.drafter.scorable import require_scorable
+from dflash_core.drafter.spec import ROW_ALIGNMENTS, DrafterSpec, target_layer_ids
+from dflash_core.drafter_reading import read_drafter, read_json
 from dflash_core.errors import (
     ArtifactDamaged,
-    CheckpointError,
     CheckpointNotReady,
     CheckpointVanished,
     DFlashEvalError,
-    DraftConfigError,
     UnsupportedCheckpoint,
     one_line,
 )
@@ -41,6 +37,9 @@ from dflash_core.store import Store, digest
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
 from dflash_core.target.model_config import ModelConfig
+
+CONFIDENCE_RULE = "the confidence head ends no draft: all that a block drafts is judged"
+"""Recorded for drafters that have such a head."""
 
 
 def inspect(checkpoint: str, config: Config) -> CheckpointInspection:
@@ -63,97 +62,15 @@ def require_ready(inspection: CheckpointInspection) -> None:
 
 
 def read_spec(inspection: CheckpointInspection, config: Config, target: ModelConfig) -> DrafterSpec:
-    """Read the drafter's facts from its own config or the configured one, against tensors and target.
+    """Read the drafter's facts as `read_drafter` does, and refuse a drafter that is not scored.
 
     Raises:
-        DraftConfigError: there is no config, or two sources contradict, the checkpoint's own config among them.
-        CheckpointMismatch: the drafter does not belong to the target.
-        UnsupportedCheckpoint: a kind of drafter that is not scored.
+        DraftConfigError, CheckpointMismatch: as for `read_drafter`.
+        UnsupportedCheckpoint: a kind of drafter that is read and not scored yet, too.
     """
-    data, where = draft_config(inspection, config)
-    shapes = {
-        entry.canonical_name: entry.shape
-        for entry in inspection.tensors
-        if entry.role == "drafter" and entry.canonical_name is not None
-    }
-    _require_scored_kinds(inspection, target)
-    args = _training_args(inspection.facts)
-    spec = read_drafter_spec(data, shapes, target, where=where, training_args=args)
-    if inspection.config is not None and data is not inspection.config:
-        _check_agreement(spec, inspection.config, shapes, target, where)
-    if config.drafter.block_size is not None and config.drafter.block_size > spec.block_size:
-        raise DraftConfigError(
-            f"drafter.block_size = {config.drafter.block_size} is longer than the {spec.block_size} the drafter was "
-            f"trained with; shorter is allowed"
-        )
+    spec = read_drafter(inspection, config, target)
+    require_scorable(spec, where=inspection.ref.url)
     return spec
-
-
-def _require_scored_kinds(inspection: CheckpointInspection, target: ModelConfig) -> None:
-    """Refuse what is fetched faithfully but not computed with: quantised weights, other vocabularies.
-
-    Raises:
-        UnsupportedCheckpoint: with the tensor's name.
-    """
-    url = inspection.ref.url
-    for entry in inspection.tensors:
-        if entry.canonical_name in DRAFT_VOCABULARY:
-            raise UnsupportedCheckpoint(
-                f"{url}: {entry.name!r} says that the drafter has a reduced vocabulary, which is not scored yet"
-            )
-        if entry.role in ("embedding", "head") and entry.shape != (target.vocab_size, target.hidden_size):
-            raise UnsupportedCheckpoint(
-                f"{url}: {entry.name!r} has the shape {list(entry.shape)}, the target's vocabulary and hidden size are "
-                f"{[target.vocab_size, target.hidden_size]}; a drafter with another vocabulary is not scored yet"
-            )
-        if entry.role == "drafter" and entry.dtype not in WEIGHT_TYPES:
-            raise UnsupportedCheckpoint(
-                f"{url}: tensor {entry.name!r} is of type {entry.dtype}, expected {', '.join(WEIGHT_TYPES)}; "
-                "quantised drafters are not scored, for the scales are not part of the tensor"
-            )
-
-
-def _check_agreement(
-    spec: DrafterSpec, own: Mapping[str, Any], shapes: Mapping[str, Any], target: ModelConfig, where: str
-) -> None:
-    """Compare the configured facts with those of the checkpoint's own config, where that one can be read."""
-    try:
-        other = read_drafter_spec(own, shapes, target, where="config.json")
-    except (CheckpointError, DraftConfigError):
-        return
-    for name, value in spec.identity().items():
-        if other.identity()[name] != value:
-            raise DraftConfigError(
-                f"{where}: {name} = {value!r} contradicts the checkpoint's own config.json, {name} = "
-                f"{other.identity()[name]!r}; remove drafter.config, or correct one of them"
-            )
-
-
-def draft_config(inspection: CheckpointInspection, config: Config) -> tuple[Mapping[str, Any], str]:
-    """Return the draft config as plain data and the name of where it was found.
-
-    Raises:
-        DraftConfigError: there is none, or it cannot be read.
-    """
-    configured = config.drafter.config
-    if configured is None:
-        if inspection.config is None:
-            raise DraftConfigError(
-                f"{inspection.ref.url} carries no config.json, and block size, mask token and target layers cannot be "
-                f"told from tensors; set drafter.config to the run's draft config"
-            )
-        return inspection.config, "config.json"
-    return _read_json(configured), configured
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DraftConfigError(f"drafter.config = {path!r} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise DraftConfigError(f"drafter.config = {path!r} must hold a JSON object")
-    return data
 
 
 def configured_layers(config: Config, plan: TargetPlan) -> tuple[int, ...]:
@@ -165,14 +82,8 @@ def configured_layers(config: Config, plan: TargetPlan) -> tuple[int, ...]:
     """
     if config.drafter.config is None:
         return ()
-    data, where = _read_json(config.drafter.config), config.drafter.config
+    data, where = read_json(config.drafter.config), config.drafter.config
     return target_layer_ids(data, plan.target.config, where=where)
-
-
-def _training_args(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the checkpoint itself states about the drafter: at its top level, else in its `args`."""
-    of_args = {name.removeprefix("args."): value for name, value in facts.items() if name.startswith("args.")}
-    return of_args | {name: value for name, value in facts.items() if "." not in name}
 
 
 def evaluation_spec(
@@ -192,7 +103,8 @@ def evaluation_spec(
         DoesNotFit: the drafter does not fit the configured device.
     """
     placement = place_drafter(config.device, drafter)
-    return {
+    confidence = {"confidence_rule": CONFIDENCE_RULE} if drafter.has_confidence_head else {}
+    return confidence | {
         "metrics_version": walk.METRICS_VERSION,
         "extraction_version": hidden.EXTRACTION_VERSION,
         "transcripts_version": written.TRANSCRIPTS_VERSION,
@@ -214,9 +126,9 @@ def evaluation_spec(
         "anchors": config.drafter.anchors,
         "device": placement.device.type,
         "drafter_dtype": str(placement.dtype).removeprefix("torch."),
-        "row_alignment": ROW_ALIGNMENT,
+        "row_alignment": ROW_ALIGNMENTS[drafter.row_alignment],
         "verification_rule": walk.VERIFICATION_RULE,
-        "counting_rule": walk.COUNTING_RULE,
+        "counting_rule": walk.counting_rule(drafter.row_alignment),
         "tie_margin": scoring.TIE_MARGIN,
     }
 

@@ -11,12 +11,19 @@ from contextlib import contextmanager
 Listener = Callable[[str, float, float], None]
 
 _listeners: list[Listener] = []
+_details: dict[str, str] = {}
 
 
-def report(stage: str, done: float, total: float) -> None:
-    """Tell that `done` of `total` units of a stage are finished."""
+def report(stage: str, done: float, total: float, detail: str = "") -> None:
+    """Tell that `done` of `total` units of a stage are finished; `detail` says at what it is, for people."""
+    _details[stage] = detail
     for listener in list(_listeners):
         listener(stage, done, total)
+
+
+def detail(stage: str) -> str:
+    """Return at what a stage is, as it last said: `layer 3 of 30, transcript 5 of 12`; else an empty text."""
+    return _details.get(stage, "")
 
 
 @contextmanager

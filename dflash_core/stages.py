@@ -9,7 +9,7 @@ Tensors never leave a stage. Prefect tasks call these functions, and so may anyb
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,21 @@ from dflash_core import progress
 from dflash_core.checkpoints import CheckpointInspection, stream_checkpoint
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
+from dflash_core.drafter.head import Head, make_head
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.spec import DrafterSpec
-from dflash_core.errors import ArtifactDamaged, ConfigError, UnsupportedCheckpoint
+from dflash_core.errors import ArtifactDamaged, UnsupportedCheckpoint
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Artifact, Store, digest
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
+from dflash_core.target.given import FileSource
 from dflash_core.target.head import TargetTables, load_embedding_and_head
 from dflash_core.target.loading import Target, resolve_target
 from dflash_core.target.prompts import Prompt, load_prompts
-from dflash_core.target.runtime import DTYPES, cpu_dtype
+from dflash_core.target.runtime import DTYPES, cpu_dtype, host_threads, using_threads
+from dflash_core.target.servers.source import ServerSource
+from dflash_core.target.vocabulary import num_token_rows
 
 DRAFTER_KIND = "drafter"
 BLOCKS_KIND = "blocks"
@@ -40,6 +44,7 @@ WEIGHTS_NAME = "weights.safetensors"
 BLOCKS_NAME = "blocks.parquet"
 STREAMING_VERSION = 2
 """Raised when streaming the same checkpoint would write other tensors."""
+_ROWS_CHECKED_AT_ONCE = 4096
 
 Manifest = dict[str, Any]
 """What a stage returns: kind, key, was_built and meta of its artifact."""
@@ -63,10 +68,8 @@ def plan_target(config: Config) -> TargetPlan:
     Raises:
         TargetError: the target cannot be read.
         PromptError: the prompts cannot be read or do not fit.
-        ConfigError: the continuations are to come from a place that is not supported yet.
+        ConfigError: the continuations are to come from a server without an address.
     """
-    if config.completions.source != "local":
-        raise ConfigError(f"completions.source = {config.completions.source!r} is not supported yet; local is")
     prompts = load_prompts(config.prompts)
     target = resolve_target(config.target.model, Store(config.store))
     compute_dtype = cpu_dtype(config.target.compute_dtype, target)
@@ -74,6 +77,7 @@ def plan_target(config: Config) -> TargetPlan:
     if store_dtype == "auto" and config.target.compute_dtype == "float32":
         store_dtype = "float32"
     settings = config.completions
+    source = _source(config, prompts, compute_dtype)
     rendering = written.render_prompts(
         target, prompts, thinking=settings.thinking, max_new_tokens=settings.max_new_tokens
     )
@@ -83,26 +87,29 @@ def plan_target(config: Config) -> TargetPlan:
         store_dtype=hidden.store_dtype_of(target, store_dtype, compute_dtype),
         prompts=tuple(prompts),
         rendering=rendering,
-        transcripts_key=written.transcripts_key(
-            target,
-            rendering,
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=settings.batch_size,
-            compute_dtype=compute_dtype,
-        ),
+        transcripts_key=written.transcripts_key(target, rendering, source, max_new_tokens=settings.max_new_tokens),
     )
 
 
+def _source(config: Config, prompts: Sequence[Prompt], compute_dtype: str) -> written.Source:
+    """Return who continues the prompts; nothing is asked or loaded yet."""
+    settings = config.completions
+    if settings.source == "server":
+        return ServerSource(settings=settings)
+    if settings.source == "file":
+        return FileSource(prompts=tuple(prompts))
+    return written.LocalSource(batch_size=settings.batch_size, compute_dtype=compute_dtype)
+
+
 def write_transcripts(config: Config) -> Manifest:
-    """Have the target continue every prompt, or find what it wrote before."""
+    """Have every prompt continued by the target, here or served, or find what was written before."""
     plan = plan_target(config)
     artifact = written.write_transcripts(
         Store(config.store),
         plan.target,
         plan.rendering,
+        _source(config, plan.prompts, plan.compute_dtype),
         max_new_tokens=config.completions.max_new_tokens,
-        batch_size=config.completions.batch_size,
-        compute_dtype=plan.compute_dtype,
     )
     return _manifest(artifact)
 
@@ -144,6 +151,8 @@ def stream_drafter(checkpoint: str, config: Config, identity: str, key: str) -> 
             os.replace(streamed.path, folder / WEIGHTS_NAME)
         return {
             "identity": identity,
+            # For people. A URL's query may be a signature; a password in it was refused.
+            "checkpoint": checkpoint.partition("?")[0],
             "weights_sha256": streamed.weights_sha256,
             "bytes_read": streamed.bytes_read,
             "bytes_wanted": streamed.bytes_wanted,
@@ -184,6 +193,11 @@ def find_states(
     )
 
 
+def has_transcripts(config: Config, plan: TargetPlan) -> bool:
+    """Tell whether the store holds the transcripts, so that the target need not write them."""
+    return Store(config.store).find(written.KIND, plan.transcripts_key) is not None
+
+
 def is_prepared(config: Config, plan: TargetPlan, layers: tuple[int, ...]) -> bool:
     """Tell whether the store holds all that scoring needs of the target, so that it need not run."""
     transcripts = Store(config.store).find(written.KIND, plan.transcripts_key)
@@ -194,21 +208,22 @@ def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
     """Run the target once over its transcripts and keep the states of some layers, or find them."""
     plan = plan_target(config)
     transcripts = read_transcripts(config, plan)
-    states = hidden.extract_hidden_states(
-        Store(config.store),
-        plan.target,
-        transcripts,
-        layers,
-        compute_dtype=plan.compute_dtype,
-        store_dtype=plan.store_dtype,
-    )
+    with using_threads(host_threads()):
+        states = hidden.extract_hidden_states(
+            Store(config.store),
+            plan.target,
+            transcripts,
+            layers,
+            compute_dtype=plan.compute_dtype,
+            store_dtype=plan.store_dtype,
+        )
+    facts = ("num_tokens", "num_judged", "num_not_greedy", "num_near_ties", "method", "warnings")
     name = written.transcripts_digest(transcripts)
     return {
         "kind": hidden.KIND,
         "key": hidden_states_key(plan, name, layers),
         "was_built": states.was_built,
-        "meta": {"layers": list(layers), "num_tokens": states.choices.meta["num_tokens"]}
-        | {"num_not_greedy": states.choices.meta["num_not_greedy"]},
+        "meta": {"layers": list(layers)} | {fact: states.choices.meta[fact] for fact in facts},
     }
 
 
@@ -240,10 +255,18 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
         weights = store.find(DRAFTER_KIND, drafter_artifact_key)
         if states is None or weights is None:
             raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store.root}; evaluate again")
-        rows = _score(plan, transcripts, states, weights, drafter, spec)
+        with store.reading(weights, states.final, states.choices, *states.layers.values()):
+            rows = _score(plan, transcripts, states, weights, drafter, spec)
         frame = polars.DataFrame(rows, schema=BLOCK_SCHEMA)
         frame.write_parquet(folder / BLOCKS_NAME)
-        return {"num_blocks": frame.height, "device": spec["device"], "dtype": spec["drafter_dtype"]}
+        return {
+            "num_blocks": frame.height,
+            "device": spec["device"],
+            "dtype": spec["drafter_dtype"],
+            "target": plan.target.name,
+            "transcripts": spec["tokens_digest"],
+            "weights_sha256": spec["weights_sha256"],
+        }
 
     return _manifest(store.build(BLOCKS_KIND, blocks_key(spec), write))
 
@@ -279,11 +302,11 @@ def _score(
 
 def load_drafter(
     plan: TargetPlan, weights: Artifact, drafter: DrafterSpec, *, device: torch.device, dtype: torch.dtype
-) -> tuple[Drafter, scoring.Head]:
+) -> tuple[Drafter, Head]:
     """Load a streamed drafter and the target's embedding and head, ready to draft.
 
     Raises:
-        UnsupportedCheckpoint: its weights hold NaN or infinity.
+        UnsupportedCheckpoint: its weights hold NaN or infinity, or no head over its reduced vocabulary.
     """
     tensors = load_file(weights.file(WEIGHTS_NAME))
     _check_finite(tensors)
@@ -292,7 +315,8 @@ def load_drafter(
     embedding_VD = tensors.pop("embed_tokens.weight", embedding_VD)
     head_VD = tensors.pop("lm_head.weight", head_VD)
     model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
-    return model, scoring.Head(head_VD, model)
+    num_rows = num_token_rows(plan.target.folder, plan.target.config)
+    return model, make_head(head_VD, model, tensors, num_token_rows=num_rows)
 
 
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -302,7 +326,8 @@ def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
         UnsupportedCheckpoint: with the tensor's name.
     """
     for name, tensor in tensors.items():
-        num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        # In parts: an embedding of its own is large, and stays on disk.
+        num_bad = sum(part.numel() - int(torch.isfinite(part).sum()) for part in tensor.split(_ROWS_CHECKED_AT_ONCE))
         if num_bad:
             raise UnsupportedCheckpoint(
                 f"{num_bad} of the {tensor.numel()} numbers in {name} are NaN or infinite; the training run diverged"

@@ -1,17 +1,18 @@
 """Where artifacts live: each found by what it depends on, published whole or not at all.
 
-    <root>/<kind>/<key>/manifest.json     sizes, digests and what later stages need to know
+    <root>/<kind>/<key>/manifest.json     sizes, digests and what later stages need to know; its time is the last use
     <root>/<kind>/<key>/<files>
     <root>/unfinished/<kind>-<key>/       what a killed or cut off builder had, for the next one to go on with
-    <root>/locks/<kind>-<key>.lock        one builder at a time; the kernel frees it when a process dies
+    <root>/locks/<kind>-<key>.lock        one builder at a time, or many readers; freed when a process dies
 
 A builder writes into a temporary folder beside the final one; files are flushed to disk, the manifest
 is written last and the folder renamed. A crash leaves nothing or a whole artifact. An artifact whose
-files are gone or altered is built again, never trusted.
+files are gone or altered is built again, never trusted. `store_remote` shares one among machines.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,12 +21,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.errors import ConfigError
+from dflash_core.errors import ArtifactDamaged, ConfigError
 
 MANIFEST_NAME = "manifest.json"
 UNFINISHED_KEPT_S = 3 * 86400
@@ -89,8 +90,12 @@ class Store:
         text = str(root)
         scheme, separator, rest = text.partition("://")
         if separator and scheme != "file":
-            raise ConfigError(f"store = {text!r}: only a local folder works so far; mount it, or give a local path")
+            raise ConfigError(f"store = {text!r}: only a local folder can be opened this way; use open_store")
         self.root = Path(rest if separator else text).expanduser().absolute()
+        """Where artifacts lie on this machine."""
+
+    def __str__(self) -> str:
+        return str(self.root)
 
     def folder(self, kind: str, key: str) -> Path:
         """Return where an artifact lies, whether or not it exists."""
@@ -100,7 +105,8 @@ class Store:
         """Return a whole artifact, or None where it is missing or damaged.
 
         A file whose size and modification time are as published is taken as it is; one that was
-        touched since is compared by its digest.
+        touched since is compared by its digest. To find an artifact is to use it: the manifest's own
+        time says when that was last (access times are switched off on many disks).
         """
         folder = self.folder(kind, key)
         try:
@@ -112,6 +118,8 @@ class Store:
             return None
         if not whole:
             return None
+        with suppress(OSError):  # a store that may only be read is still one
+            os.utime(folder / MANIFEST_NAME)
         return Artifact(kind=kind, key=key, path=folder, meta=meta, was_built=False)
 
     def build(self, kind: str, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Artifact:
@@ -128,35 +136,44 @@ class Store:
         found = self.find(kind, key)
         if found is not None:
             return found
-        with self._lock(f"{kind}-{key}"):
+        with self.lock(kind, key):
             found = self.find(kind, key)
             if found is not None:
                 return found
             return self._publish(kind, key, write)
 
     @contextmanager
+    def reading(self, *artifacts: Artifact) -> Iterator[None]:
+        """Keep artifacts from being pruned while the block reads them.
+
+        Raises:
+            ArtifactDamaged: one was removed after it was found.
+        """
+        with ExitStack() as held:
+            for artifact in artifacts:
+                held.enter_context(self.lock(artifact.kind, artifact.key, shared=True))
+                if not (artifact.path / MANIFEST_NAME).exists():
+                    raise ArtifactDamaged(f"{artifact.path} was removed from the store; run the command again")
+            yield
+
+    @contextmanager
     def unfinished(self, kind: str, key: str) -> Iterator[Path]:
         """Yield a folder that outlives a killed or failed builder of this artifact, for what it has so far.
 
         It is removed when the block ends well; what builders never came back to goes after some days.
-        Only a builder inside `build` or `exclusive` may use it: the lock is what keeps others out.
+        Only a builder inside `build`, or one that holds `lock`, may use it: that is what keeps others out.
         """
         root = self.root / "unfinished"
         folder = root / f"{kind}-{key}"
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
         for other in root.iterdir():
-            with suppress(OSError):
+            with suppress(OSError):  # in use, or gone meanwhile
                 if time.time() - other.stat().st_mtime > UNFINISHED_KEPT_S and other != folder:
-                    shutil.rmtree(other)
+                    with self.lock(*lock_of_unfinished(other.name), wait=False):
+                        shutil.rmtree(other)
         yield folder
         shutil.rmtree(folder, ignore_errors=True)
-
-    @contextmanager
-    def exclusive(self, kind: str, key: str) -> Iterator[None]:
-        """Let one process at a time into the block, of those that want to make the artifacts that a key stands for."""
-        with self._lock(f"{kind}-{key}"):
-            yield
 
     def _publish(self, kind: str, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Artifact:
         final = self.folder(kind, key)
@@ -165,26 +182,59 @@ class Store:
         temporary = final.with_name(f".{key}.{uuid.uuid4().hex[:8]}.tmp")
         temporary.mkdir()
         try:
+            started = time.monotonic()
             meta = dict(write(temporary))
+            seconds = round(time.monotonic() - started, 3)
             entries = [_entry(temporary, path) for path in sorted(temporary.rglob("*")) if path.is_file()]
-            manifest = {"kind": kind, "key": key, "files": entries, "meta": meta}
-            _write_durably(temporary / MANIFEST_NAME, json.dumps(manifest, indent=1, allow_nan=False))
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            sync_folder(final.parent)
+            manifest = {"kind": kind, "key": key, "seconds": seconds, "files": entries, "meta": meta}
+            write_durably(temporary / MANIFEST_NAME, json.dumps(manifest, indent=1, allow_nan=False))
+            replace_folder(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         return Artifact(kind=kind, key=key, path=final, meta=meta, was_built=True)
 
+    def lock_path(self, kind: str, key: str) -> Path:
+        """Return the file whose lock an artifact's builders and readers hold."""
+        return self.root / "locks" / f"{kind}-{key}.lock"
+
     @contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        folder = self.root / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{name}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def lock(self, kind: str, key: str, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
+        """Hold an artifact's lock while the block runs.
+
+        Args:
+            kind: the stage that makes it.
+            key: its key.
+            shared: for readers, of which there may be many at a time; a builder is alone.
+            wait: False raises where others hold it.
+
+        Raises:
+            BlockingIOError: others hold it, and `wait` is False.
+        """
+        path = self.lock_path(kind, key)
+        operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                fcntl.flock(file, operation)
+                # Whoever removed the file while we waited left us a lock that nobody else will see.
+                if _is_same_file(path, file.fileno()):
+                    yield
+                    return
+
+
+def lock_of_unfinished(name: str) -> tuple[str, str]:
+    """Return kind and key of an unfinished folder or a lock, from its name; kinds may hold a dash, keys do not."""
+    kind, _, key = name.rpartition("-")
+    return kind, key
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(descriptor))
 
 
 def _is_whole(path: Path, entry: Mapping[str, Any]) -> bool:
@@ -206,7 +256,8 @@ def _entry(folder: Path, path: Path) -> dict[str, Any]:
     }
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
+    """Write a text and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -220,6 +271,22 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Rename a whole artifact into place; a damaged one that is there goes, and one that came there meanwhile."""
+    if final.exists():
+        shutil.rmtree(final)
+    while True:
+        try:
+            temporary.rename(final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(final)
+        else:
+            break
+    sync_folder(final.parent)
 
 
 def _remove_abandoned(final: Path) -> None:

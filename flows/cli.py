@@ -1,6 +1,7 @@
 """`dflash-eval`: the command line.
 
-Exit status: 0 done, 1 a checkpoint failed or vanished, or a gate was missed, 2 the user's input was wrong.
+Exit status: 0 done, 1 a checkpoint failed or vanished, a gate was missed, or something could not be removed from
+the store, 2 the user's input was wrong.
 (To a watch a checkpoint that vanished is no failure: runs rotate theirs.) An error is one line on standard
 error; `--debug` shows where it came from. With `--json` standard output holds one JSON document and nothing else.
 
@@ -62,7 +63,34 @@ def build_parser() -> argparse.ArgumentParser:
     sql.add_argument("statement", metavar="SQL")
     report = add("report", "One self-contained HTML file")
     report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html beside the database)")
+    text = "What the store holds, and making room in it"
+    _add_store(commands.add_parser("store", help=text, description=text), common)
     return parser
+
+
+def _add_store(store: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
+    text = "Every artifact: size, last use, and what it belongs to"
+    actions.add_parser("list", help=text, description=text, parents=[common])
+    text = "Remove artifacts and what killed builders left; what is in use stays"
+    prune = actions.add_parser(
+        "prune",
+        help=text,
+        description=f"{text}. An artifact goes when it meets every selection below; without one, only left-overs go.",
+        parents=[common],
+    )
+    prune.add_argument("--kind", action="append", metavar="KIND", help="of a kind, such as blocks (may be repeated)")
+    prune.add_argument("--older-than", metavar="AGE", help="not used for so long: a number and s, m, h, d or w")
+    prune.add_argument("--target", metavar="NAME", help="made for a target")
+    prune.add_argument("--run", metavar="RUN", help="made for a run's checkpoints")
+    prune.add_argument("--checkpoint", metavar="URL", help="made for a checkpoint: its address, or the end of it")
+    prune.add_argument(
+        "--keep-bytes", metavar="SIZE", help="the least recently used, until the store takes no more, such as 50GB"
+    )
+    prune.add_argument(
+        "--dry-run", action="store_true", help="only show what would go, and what it costs to make again"
+    )
+    prune.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _add_conditions(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +144,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         "show": commands.show,
         "sql": commands.sql,
         "report": commands.report,
+        "store": commands.store,
     }
     return functions[name]
 

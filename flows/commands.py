@@ -86,7 +86,7 @@ def prepare(options: argparse.Namespace) -> int:
         "target": result["target"],
         "transcripts": transcripts["num_transcripts"],
         "tokens": transcripts["num_tokens"],
-        "compute dtype": transcripts["compute_dtype"],
+        "compute dtype": transcripts["compute_dtype"] or f"from the {transcripts['source']}",
         "layers kept": ", ".join(map(str, states["layers"])) or "only the final state",
         "tokens not greedy": states["num_not_greedy"],
     }
@@ -206,6 +206,13 @@ def report(options: argparse.Namespace) -> int:
     else:
         print(path)
     return 0
+
+
+def store(options: argparse.Namespace) -> int:
+    """Show what lies in the store, or make room in it; see `flows/storing.py`."""
+    from flows import storing
+
+    return storing.list_command(options) if options.action == "list" else storing.prune_command(options)
 
 
 @contextmanager

@@ -103,11 +103,13 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
     if not clock.cached["stream_checkpoint"]:
         clock.bytes_read += streamed["meta"]["bytes_read"]
     if not stages.is_prepared(config, plan, drafter.target_layer_ids):
-        require_target_fits(config, reports)
+        require_target_fits(config, reports, has_transcripts=stages.has_transcripts(config, plan))
     transcripts = clock.run("write_transcripts", write_transcripts, config, config.store, plan.transcripts_key)
     name, layers = transcripts["meta"]["digest"], drafter.target_layer_ids
     states_key = stages.hidden_states_key(plan, name, layers)
-    clock.run("extract_hidden_states", extract_hidden_states, config, config.store, states_key, name, list(layers))
+    states = clock.run(
+        "extract_hidden_states", extract_hidden_states, config, config.store, states_key, name, list(layers)
+    )
     weights_sha256 = streamed["meta"]["weights_sha256"]
     spec = evaluation.evaluation_spec(config, plan, transcripts["meta"], drafter, weights_sha256)
     blocks_key = stages.blocks_key(spec)
@@ -121,7 +123,12 @@ def _evaluate(config: Config, checkpoint: str, inspection: CheckpointInspection,
         seconds=clock.seconds,
         cached=clock.cached,
         bytes_read=clock.bytes_read,
-        warnings=[*inspection.contradictions, *streamed["meta"]["warnings"]],
+        warnings=[
+            *inspection.contradictions,
+            *streamed["meta"]["warnings"],
+            *transcripts["meta"].get("warnings", []),
+            *states["meta"].get("warnings", []),
+        ],
     )
     write_results(config.results, record)
     result = database.read_evaluation(config.results, record.evaluation_id)

@@ -19,7 +19,7 @@ _MOST_FACTS = 24
 def inspection_json(inspection: CheckpointInspection, config: Config) -> dict[str, Any]:
     """Return the inspection as plain data, with the drafter's canonical reading where it can be made."""
     spec, problem = _reading(inspection, config)
-    reading = None if spec is None else {**spec.identity(), "sources": dict(spec.sources)}
+    reading = None if spec is None else _plain(spec)
     return {**asdict(inspection), "drafter": reading, "drafter_problem": problem}
 
 
@@ -53,6 +53,12 @@ def show_inspection(inspection: CheckpointInspection, config: Config) -> None:
         _show_reading(inspection, config)
 
 
+def _plain(spec: DrafterSpec) -> dict[str, Any]:
+    """Return all facts of a drafter, those at their plain value too, and what decided each."""
+    more = {"num_drafts": spec.num_drafts, "dialect": spec.dialect, "notes": list(spec.notes)}
+    return {**spec.facts(), **more, "sources": dict(spec.sources)}
+
+
 def _tensor_rows(inspection: CheckpointInspection) -> list[dict[str, Any]]:
     """Return one row per kind of tensor; those of a layer stand together."""
     kinds: Counter[tuple[str, str, str, str]] = Counter()
@@ -82,14 +88,19 @@ def _show_reading(inspection: CheckpointInspection, config: Config) -> None:
         return
     rows = [
         {"fact": name, "value": str(value), "decided by": spec.sources.get(name)}
-        for name, value in spec.identity().items()
+        for name, value in spec.facts().items()
     ]
-    screen.print_table("Drafter", rows)
+    screen.print_table("Drafter", [{"fact": "form of the config", "value": spec.dialect, "decided by": None}, *rows])
+    for note in spec.notes:
+        screen.say(f"note: {note}")
+    if problem is not None:
+        screen.say(f"it cannot be scored: {problem}")
 
 
 def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterSpec | None, str | None]:
-    """Return the canonical reading, or why there is none."""
-    from dflash_core import evaluation
+    """Return the canonical reading, and why there is none or why it cannot be scored."""
+    from dflash_core.drafter.scorable import require_scorable
+    from dflash_core.drafter_reading import read_drafter
     from dflash_core.store import Store
     from dflash_core.target.loading import resolve_target
 
@@ -101,6 +112,11 @@ def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterS
         return None, "no target.model in the config to check them against"
     try:
         target = resolve_target(config.target.model, Store(config.store))
-        return evaluation.read_spec(inspection, config, target.config), None
+        spec = read_drafter(inspection, config, target.config)
     except DFlashEvalError as error:
         return None, one_line(error)
+    try:
+        require_scorable(spec, where=inspection.ref.url)
+    except DFlashEvalError as error:
+        return spec, one_line(error)
+    return spec, None

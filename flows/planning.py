@@ -26,10 +26,13 @@ _CHARACTERS_PER_TOKEN = 3
 _TEMPLATE_TOKENS = 64
 
 
-def plan_for(config: Config, reports: Sequence[HostReport]) -> tuple[Plan | None, str | None]:
+def plan_for(
+    config: Config, reports: Sequence[HostReport], *, has_transcripts: bool = False
+) -> tuple[Plan | None, str | None]:
     """Return the plan, or None and the reason why none can be made."""
+    is_target_held = config.completions.source == "local" and not has_transcripts
     try:
-        job = _job(config, reports)
+        job = _job(config, reports, is_target_held)
     except DFlashEvalError as error:
         return None, one_line(error)
     if isinstance(job, str):
@@ -37,18 +40,25 @@ def plan_for(config: Config, reports: Sequence[HostReport]) -> tuple[Plan | None
     return make_plan(reports, job), None
 
 
-def require_target_fits(config: Config, reports: Sequence[HostReport]) -> None:
+def require_target_fits(config: Config, reports: Sequence[HostReport], *, has_transcripts: bool = False) -> None:
     """Refuse, before the target is loaded, a machine that it does not fit.
+
+    Where the transcripts are there, or come from a server or a file, the target is only read, layer by layer.
+
+    Args:
+        config: target, prompts and where continuations come from.
+        reports: what the hosts said.
+        has_transcripts: the store holds the transcripts already.
 
     Raises:
         DoesNotFit: with the numbers. A target whose sizes are not known yet is not judged.
     """
-    plan, _why_not = plan_for(config, reports)
+    plan, _why_not = plan_for(config, reports, has_transcripts=has_transcripts)
     if plan is not None:
         check_stage_fits(plan.target)
 
 
-def _job(config: Config, reports: Sequence[HostReport]) -> Job | str:
+def _job(config: Config, reports: Sequence[HostReport], is_target_held: bool) -> Job | str:
     model = config.target.model
     if model is None:
         return "no target is set; write target.model in the config"
@@ -77,6 +87,7 @@ def _job(config: Config, reports: Sequence[HostReport]) -> Job | str:
         device=config.device,
         compute_dtype=config.target.compute_dtype,
         store_dtype=config.target.store_dtype,
+        is_target_held=is_target_held,
         store_path=str(Path(config.store).expanduser().absolute()),
     )
 
@@ -115,10 +126,11 @@ def _drafter_size(draft_config: Mapping[str, Any], target: ModelConfig) -> Draft
 
 
 def _token_counts(config: Config) -> list[int]:
-    """Return an estimate of the tokens of each transcript; the tokenizer is not needed."""
-    prompts = load_prompts(config.prompts)
-    characters = [sum(len(content) for _, content in prompt.messages) for prompt in prompts]
-    return [
-        math.ceil(count / _CHARACTERS_PER_TOKEN) + _TEMPLATE_TOKENS + config.completions.max_new_tokens
-        for count in characters
-    ]
+    """Return an estimate of the tokens of each transcript, by prompt; the tokenizer is not needed."""
+    counts: dict[str, int] = {}
+    for prompt in load_prompts(config.prompts):
+        characters = sum(len(content) for _, content in prompt.messages)
+        own = math.ceil(characters / _CHARACTERS_PER_TOKEN) + _TEMPLATE_TOKENS + config.completions.max_new_tokens
+        # A later turn is read with the earlier ones and their answers before it.
+        counts[prompt.id] = own + (counts.get(prompt.follows, 0) if prompt.follows is not None else 0)
+    return list(counts.values())

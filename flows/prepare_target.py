@@ -28,7 +28,8 @@ def prepare_target(config: str | None = None, layers: list[int] | None = None) -
     plan = plan_target(settings)
     wanted = list(layers) if layers is not None else list(evaluation.configured_layers(settings, plan))
     if not stages.is_prepared(settings, plan, tuple(wanted)):
-        require_target_fits(settings, [report_from_json(report) for report in probe_hosts(settings)])
+        reports = [report_from_json(report) for report in probe_hosts(settings)]
+        require_target_fits(settings, reports, has_transcripts=stages.has_transcripts(settings, plan))
     transcripts = write_transcripts(settings, settings.store, plan.transcripts_key)
     name = transcripts["meta"]["digest"]
     key = stages.hidden_states_key(plan, name, tuple(wanted))

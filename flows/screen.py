@@ -100,17 +100,16 @@ def progress_bars(*, enabled: bool = True) -> Iterator[None]:
         yield
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(
-        *columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=stream, transient=True
-    ) as bars:
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
+    with Progress(*columns, *times, console=stream, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def listen(stage: str, done: float, total: float) -> None:
             if stage in tasks and done < bars.tasks[bars.task_ids.index(tasks[stage])].completed:
                 bars.remove_task(tasks.pop(stage))
             if stage not in tasks:
-                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total, detail="")
+            bars.update(tasks[stage], completed=done, total=total, detail=progress.detail(stage))
 
         with progress.listening(listen):
             yield

@@ -25,9 +25,13 @@ FORBIDDEN = {
 PURE = (
     "dflash_core/acceptance/walk.py",
     "dflash_core/acceptance/statistics.py",
+    "dflash_core/drafter/attention.py",
+    "dflash_core/drafter/dialects/__init__.py",
     "dflash_core/drafter/facts.py",
     "dflash_core/drafter/model.py",
     "dflash_core/drafter/rope.py",
+    "dflash_core/drafter/scorable.py",
+    "dflash_core/drafter/shapes.py",
     "dflash_core/drafter/spec.py",
     "dflash_core/errors.py",
     "dflash_core/hosts/answers.py",

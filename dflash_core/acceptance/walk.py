@@ -1,6 +1,6 @@
 """Acceptance of drafted blocks against the target's own continuation, and the walk of serving.
 
-Shapes: A anchors, P draft positions (block size - 1). Accepted drafts exclude the bonus token, the
+Shapes: A anchors, P draft positions. Accepted drafts exclude the bonus token, the
 acceptance length (tau) includes it.
 
     response index   0    1    2    3    4    5
@@ -13,21 +13,56 @@ The last block of a transcript is counted as PyPI `dflash` 0.1.0 counts it: it e
 is left, and nothing after a stop token. A block near the length limit drafts fewer tokens, counted from
 the limit (prompt + max_new_tokens), not from where the text stopped.
 
-Sources: z-lab/dflash `dflash/model.py: dflash_generate`; vLLM `v1/spec_decode/metrics.py` (tau).
+How many tokens a block of K slots drafts, and what becomes of it near the limit, is a matter of its rows:
+
+    row_alignment    row j predicts      drafts   near the limit, where n more tokens may be emitted
+    same_position    anchor + j          K - 1    min(K, n + 1) slots, n drafts, as `dflash` 0.1.0 cuts it
+    shifted_short    anchor + j + 1      K - 1    the same (JetSpec is causal, so that slots cut off matter to none)
+    anchor_shifted   anchor + j + 1      K        K slots, as DeepSpec's loop always has; drafts beyond n are dropped
+
+Slots matter where attention goes both ways: a shorter block then drafts other tokens.
+
+Sources: z-lab/dflash `dflash/model.py: dflash_generate`; deepseek-ai/DeepSpec
+`deepspec/eval/base_evaluator.py`; vLLM `v1/spec_decode/metrics.py` (tau).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from dflash_core.errors import ShapeMismatch
 
-METRICS_VERSION = 1
+METRICS_VERSION = 2
 """Raised in the commit that changes a number."""
 VERIFICATION_RULE = "greedy: a draft token is accepted when it equals the target's arg-max"
 COUNTING_RULE = "tau counts the bonus token; the last block is cut at the stop token and at max_new_tokens"
+COUNTING_RULE_SHIFTED = (
+    "tau counts the bonus token; what is emitted ends at the stop token and at max_new_tokens; every block is drafted "
+    "whole"
+)
+RowAlignment = Literal["same_position", "anchor_shifted", "shifted_short"]
+
+
+def counting_rule(row_alignment: RowAlignment) -> str:
+    """Return how blocks are counted, in words, as it stands in every record."""
+    return COUNTING_RULE_SHIFTED if row_alignment == "anchor_shifted" else COUNTING_RULE
+
+
+def num_drafts(block_size: int, row_alignment: RowAlignment) -> int:
+    """Return P, the tokens that a whole block drafts.
+
+    >>> [num_drafts(8, one) for one in ("same_position", "anchor_shifted", "shifted_short")]
+    [7, 8, 7]
+    """
+    return block_size if row_alignment == "anchor_shifted" else block_size - 1
+
+
+def first_row(row_alignment: RowAlignment) -> int:
+    """Return which row of a block drafts position anchor + 1."""
+    return 1 if row_alignment == "same_position" else 0
 
 
 def count_accepted_drafts(draft_ids_AP: Tensor, reference_ids_AP: Tensor) -> Tensor:
@@ -51,13 +86,24 @@ def count_accepted_drafts(draft_ids_AP: Tensor, reference_ids_AP: Tensor) -> Ten
     return (draft_ids_AP == reference_ids_AP).long().cumprod(dim=1).sum(dim=1)
 
 
-def num_drafted(anchor_index: int, *, block_size: int, max_new_tokens: int) -> int:
+def num_drafted(
+    anchor_index: int, *, block_size: int, max_new_tokens: int, row_alignment: RowAlignment = "same_position"
+) -> int:
     """Return how many tokens are drafted at an anchor: fewer near the length limit.
 
     >>> [num_drafted(index, block_size=4, max_new_tokens=6) for index in range(5)]
     [3, 3, 3, 2, 1]
     """
-    return min(block_size, max_new_tokens - anchor_index) - 1
+    return min(num_drafts(block_size, row_alignment), max_new_tokens - anchor_index - 1)
+
+
+def num_slots(anchor_index: int, *, block_size: int, max_new_tokens: int, row_alignment: RowAlignment) -> int:
+    """Return how many slots the block at an anchor has.
+
+    >>> [num_slots(3, block_size=4, max_new_tokens=6, row_alignment=one) for one in ("same_position", "anchor_shifted")]
+    [3, 4]
+    """
+    return block_size if row_alignment == "anchor_shifted" else min(block_size, max_new_tokens - anchor_index)
 
 
 def num_available(anchor_index: int, num_response_tokens: int, num_drafted: int) -> int:

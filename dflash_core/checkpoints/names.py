@@ -1,9 +1,10 @@
 """Names of a drafter's tensors: from what trainers write to z-lab's own, or a refusal by name.
 
 Wrappers leave prefixes (`module.`, `_orig_mod.`, ...) that are stripped until none is left. What
-remains must be a tensor that DFlash or DFlash2 has, the frozen embedding or head of the target, or
-one of the few buffers that can be recomputed. Anything else is refused: an optional head that is
-dropped in silence would score another drafter than the one that was trained.
+remains must be a tensor that DFlash, DFlash2 or DSpark has, the frozen embedding or head of the
+target, or one of the few buffers that can be recomputed. Anything else is refused: an optional head
+that is dropped in silence would score another drafter than the one that was trained. Whether the
+drafter's config calls for a head that is known is asked later, against its facts.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ _BASE_MODEL = re.compile(
     r"^((base_model|target|target_model|verifier)\.|(model\.)?(language_model|visual|vision_tower|mtp)\."
     r"|(model\.)?(layers\.\d|embed_tokens\.|norm\.)|lm_head\.)"
 )
-# Other trainers' names of the same tensors (vLLM, TorchSpec, transformers' assistants).
+# Other trainers' names of the same tensors (vLLM, TorchSpec, transformers' assistants; SpecForge's first
+# DSpark, and Model-Optimizer's, whose heads have no module of their own).
 RENAMES = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^(encoder\.fc|context_proj)\."), "fc."),
     (re.compile(r"^(encoder\.output_norm_enc|context_norm)\."), "hidden_norm."),
     (re.compile(r"^final_norm\."), "norm."),
     (re.compile(r"^(candidate_selector\.(?:predecessor|successor)_codebook)\.weight$"), r"\1"),
+    (re.compile(r"^logit_head\.(?=(markov_|confidence_|gate_proj\.|joint_proj\.))"), ""),
+    (re.compile(r"^(?=(markov_w[12]|gate_proj|joint_proj)\.)"), "markov_head."),
+    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),
 )
 
 REQUIRED = ("fc.weight", "hidden_norm.weight", "norm.weight")
@@ -51,7 +56,14 @@ DFLASH2_PER_LAYER = tuple(
 DFLASH2 = tuple(
     f"candidate_selector.{name}" for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
 )
-_GLOBAL_NAMES = frozenset(REQUIRED + DFLASH2)
+MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+"""DSpark's Markov head: every kind has these two; the gated one has `gate_proj`, the recurrent one `joint_proj`."""
+MARKOV_GATES = tuple(
+    f"markov_head.{name}.{part}" for name in ("gate_proj", "joint_proj") for part in ("weight", "bias")
+)
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+"""DSpark's optional head that predicts acceptance."""
+_GLOBAL_NAMES = frozenset(REQUIRED + DFLASH2 + MARKOV + MARKOV_GATES + CONFIDENCE)
 _LAYER_NAMES = frozenset(REQUIRED_PER_LAYER + OPTIONAL_PER_LAYER + DFLASH2_PER_LAYER)
 _LAYER = re.compile(r"^layers\.(\d{1,4})\.(.+)$")
 
@@ -61,9 +73,22 @@ DRAFT_VOCABULARY = ("d2t", "t2d")
 FROZEN: dict[str, tuple[Role, str]] = {
     "embed_tokens.weight": ("embedding", "frozen copy of the target's embedding"),
     "lm_head.weight": ("head", "frozen copy of the target's head"),
-    "verifier_norm.weight": ("ignored", "the target's own norm"),
-    "verifier_lm_head.weight": ("ignored", "the target's own head"),
 }
+_OF_VERIFIER = re.compile(r"^verifier_\w+\.")
+# Tensors of drafters that are built otherwise: what each is, and what can be done.
+FOREIGN = (
+    (
+        re.compile(r"(^|\.)self_attn\.qkv_proj\.|(^|\.)qkv_proj\."),
+        "queries, keys and values in one tensor (MiMo, Laguna)",
+        "split its rows into q_proj, k_proj and v_proj and save again",
+    ),
+    (re.compile(r"(^|\.)gate_up_proj\."), "gate and up in one tensor", "split its rows into gate_proj and up_proj"),
+    (re.compile(r"^(prefix_gru|embed_proj)\."), "Domino's correction head", "Domino is not scored"),
+    (re.compile(r"(^|\.)mask_embedding$"), "a learned mask vector", "mask tokens of the vocabulary are read"),
+    (re.compile(r"attention_sink_bias$|(^|\.)sinks?$"), "an attention sink", "attention without sinks is computed"),
+    (re.compile(r"(^|\.)self_attn\.g_proj\."), "a gate on attention", "attention without a gate is computed"),
+    (re.compile(r"^aux_hidden_norms\."), "a norm for each layer of the target", "one norm behind fc is computed"),
+)
 # Tensors of an optimizer, a scheduler or a random generator that lie in one dict with the weights.
 _TRAINING_TENSOR = re.compile(
     r"^(optim|optimizers?|scheduler|lr_scheduler|scaler|grad_scaler|rng|random|\w+_rng)(_states?(_dict)?)?(\.|$)"
@@ -118,12 +143,14 @@ def refusal(roles: Mapping[str, NamedRole], *, where: str) -> CheckpointError | 
         UnsupportedCheckpoint where a tensor would have to be dropped, CheckpointMismatch where one is missing.
     """
     unknown = {name: role for name, role in roles.items() if role.role == "unknown"}
+    foreign = [f"{name!r} is {why}; {do}" for name in unknown for pattern, why, do in FOREIGN if pattern.search(name)]
     doubled = [f"{name!r} and {role.reason}" for name, role in unknown.items() if role.reason != NO_PART]
     if doubled:
         return UnsupportedCheckpoint(f"{where}: {doubled[0]}; a checkpoint must hold one drafter")
     if unknown:
+        known = f" ({foreign[0]})" if foreign else ""
         return UnsupportedCheckpoint(
-            f"{where}: {len(unknown)} tensors are no part of a DFlash or DFlash2 drafter: {shortened(unknown)}; "
+            f"{where}: {len(unknown)} tensors are {NO_PART}: {shortened(unknown)}{known}; "
             "they would be dropped, so the checkpoint is refused"
         )
     return _incomplete({role.canonical_name for role in roles.values() if role.canonical_name}, where)
@@ -175,7 +202,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-NO_PART = "no part of a DFlash or DFlash2 drafter"
+NO_PART = "no part of a DFlash, DFlash2 or DSpark drafter"
 
 
 def _unknown(reason: str = NO_PART) -> NamedRole:
@@ -186,6 +213,8 @@ def _role_of(name: str) -> NamedRole:
     if name in FROZEN:
         role, reason = FROZEN[name]
         return NamedRole(role=role, canonical_name=None, reason=reason)
+    if _OF_VERIFIER.match(name):
+        return NamedRole(role="ignored", canonical_name=None, reason="the target's own")
     if _RECOMPUTED.search(name):
         return NamedRole(role="ignored", canonical_name=None, reason="computed from the config")
     layer = _LAYER.match(name)
@@ -214,6 +243,10 @@ def _incomplete(present: set[str], where: str) -> CheckpointMismatch | None:
     wanted = [*REQUIRED, *(f"layers.{i}.{name}" for i in layers for name in REQUIRED_PER_LAYER)]
     if any(name in _DFLASH2_MARKS or name.partition(".")[2].partition(".")[2] in DFLASH2_PER_LAYER for name in present):
         wanted += [*DFLASH2, *(f"layers.{i}.{name}" for i in layers for name in DFLASH2_PER_LAYER)]
+    if any(name.startswith("markov_head.") for name in present):
+        wanted += MARKOV
+    if CONFIDENCE[1] in present:
+        wanted.append(CONFIDENCE[0])
     missing = [name for name in wanted if name not in present]
     if missing:
         return CheckpointMismatch(

@@ -7,8 +7,10 @@ Shapes: T tokens of one transcript, A anchors, K block slots (slot 0 is the anch
 H query heads, G key/value heads, E head size, F selected layers x D.
 
     position      0 ... s-1 |  s      s+1    s+2   ... s+K-1
-    seen by       context   |  anchor mask   mask  ... mask      one block; row j predicts position s+j
+    seen by       context   |  anchor mask   mask  ... mask      one block
     features of   target    |  (the anchor has no target feature yet)
+
+Which position a row predicts is `DrafterSpec.row_alignment`, what it makes of it is `head`'s business.
 
 Source of the semantics: z-lab/dflash `dflash/model.py` as in PyPI `dflash` 0.1.0.
 """
@@ -22,8 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_core.drafter.convolution import ConvolutionWeights, Corrections, convolve, read_corrections
 from dflash_core.drafter.spec import DrafterSpec
+from dflash_core.drafter.visibility import visible
 
+HEAD_PARTS = ("candidate_selector.", "markov_head.", "confidence_head.", "d2t", "t2d")
+"""How the names of tensors begin that belong to the head and not to the blocks."""
 SCORE_BUDGET_ELEMENTS = 32 << 20
 """Attention scores held at once (128 MB in fp32); anchors are processed in slices below it."""
 
@@ -56,13 +62,21 @@ class _Rows(NamedTuple):
     num_slots_A: Tensor
 
 
+class _Around(NamedTuple):
+    """The convolutions around one sublayer, and what this pass adds to their kernels."""
+
+    weights: ConvolutionWeights
+    corrections: Corrections
+
+
 class Drafter:
     """Weights and facts of one drafter on one device, ready to draft.
 
     Args:
         spec: the canonical facts.
-        weights: canonical tensor name to tensor.
-        embedding_VD: the target's raw embedding.
+        weights: canonical tensor name to tensor; those of `HEAD_PARTS` are left to the head.
+        embedding_VD: the target's raw embedding, or the drafter's own; may be memory-mapped. It stays where it is:
+            only the rows of tokens that are asked for are moved.
         device: where to compute.
         dtype: dtype of the computation.
     """
@@ -79,15 +93,23 @@ class Drafter:
         self.spec = spec
         self.device = device
         self.dtype = dtype
-        self._weights = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items()}
+        self._weights = {
+            name: tensor.to(device=device, dtype=dtype)
+            for name, tensor in weights.items()
+            if not name.startswith(HEAD_PARTS)
+        }
         self._embedding_VD = embedding_VD
         self._inverse_frequency_E, self._rope_scale = _rope_frequencies(spec)
         self._inverse_frequency_E = self._inverse_frequency_E.to(device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the scaled noise embedding of token ids, any shape; only these rows are moved."""
-        rows = functional.embedding(token_ids.to(self._embedding_VD.device), self._embedding_VD)
-        return rows.to(device=self.device, dtype=self.dtype) * self.spec.input_embedding_scale
+        """Return the scaled noise embedding of token ids, any shape.
+
+        Nearly all slots of a batch of blocks hold the mask token: each row is read and moved once.
+        """
+        unique_U, place = torch.unique(token_ids.to(self._embedding_VD.device), return_inverse=True)
+        rows_UD = functional.embedding(unique_U, self._embedding_VD).to(device=self.device, dtype=self.dtype)
+        return (rows_UD * self.spec.input_embedding_scale)[place.to(self.device)]
 
     def read_context(self, features_TF: Tensor) -> list[LayerContext]:
         """Return every layer's context keys and values for one transcript.
@@ -135,6 +157,7 @@ class Drafter:
     ) -> Tensor:
         prefix = f"layers.{layer}"
         normed_AKD = self._norm(hidden_AKD, f"{prefix}.input_layernorm.weight")
+        normed_AKD, around = self._convolve_input(normed_AKD, f"{prefix}.attention_conv")
         position_AK = position_A[:, None] + torch.arange(hidden_AKD.shape[1], device=self.device)
         queries_AKHE = self._heads(normed_AKD, f"{prefix}.self_attn.q", self.spec.num_heads)
         queries_AKHE = self._rotate(queries_AKHE, position_AK)
@@ -146,11 +169,29 @@ class Drafter:
         rows = _Rows(queries_AKHE, keys_AKGE, values_AKGE, position_A, num_slots_A)
         of_each = [_Rows(*part) for part in zip(*(tensor.split(list(counts)) for tensor in rows), strict=True)]
         attended = [self._attend(layer, context, part) for context, part in zip(contexts, of_each, strict=True)]
-        hidden_AKD = hidden_AKD + self._project(torch.cat(attended), f"{prefix}.self_attn.o_proj")
+        attended_AKD = self._project(torch.cat(attended), f"{prefix}.self_attn.o_proj")
+        hidden_AKD = hidden_AKD + self._convolve_output(attended_AKD, around)
         normed_AKD = self._norm(hidden_AKD, f"{prefix}.post_attention_layernorm.weight")
+        normed_AKD, around = self._convolve_input(normed_AKD, f"{prefix}.mlp_conv")
         gate = functional.silu(self._project(normed_AKD, f"{prefix}.mlp.gate_proj"))
         inner = gate * self._project(normed_AKD, f"{prefix}.mlp.up_proj")
-        return hidden_AKD + self._project(inner, f"{prefix}.mlp.down_proj")
+        return hidden_AKD + self._convolve_output(self._project(inner, f"{prefix}.mlp.down_proj"), around)
+
+    def _convolve_input(self, normed_AKD: Tensor, name: str) -> tuple[Tensor, _Around | None]:
+        """Return a sublayer's input, convolved where the drafter is a DFlash2, and what its output needs then."""
+        if self.spec.conv_group_size is None:
+            return normed_AKD, None
+        weights = ConvolutionWeights(
+            self._weights[f"{name}.base_kernel"], self._weights[f"{name}.kernel_projection.weight"]
+        )
+        corrections = read_corrections(weights, normed_AKD, self.spec.conv_group_size)
+        convolved_AKD = convolve(normed_AKD, weights.base_kernel_2TD[0], corrections.input_AKTN)
+        return convolved_AKD, _Around(weights, corrections)
+
+    def _convolve_output(self, hidden_AKD: Tensor, around: _Around | None) -> Tensor:
+        if around is None:
+            return hidden_AKD
+        return convolve(hidden_AKD, around.weights.base_kernel_2TD[1], around.corrections.output_AKTN)
 
     def _attend(self, layer: int, context: LayerContext, rows: _Rows) -> Tensor:
         """Return attention's output (A, K, H*E) for anchors of one transcript, in slices of anchors."""
@@ -177,7 +218,14 @@ class Drafter:
         keys_GAEK = keys_AKGE.permute(2, 0, 3, 1)
         block_scores = queries_GARKE.reshape(G, A, R * K, E) @ keys_GAEK
         block_scores = block_scores.view(G, A, R, K, K)
-        context_mask, block_mask = self._visible(layer, context.keys_GTE.shape[1], K, position_A, num_slots_A)
+        context_mask, block_mask = visible(
+            self.spec,
+            layer,
+            num_context=context.keys_GTE.shape[1],
+            num_slots=K,
+            position_A=position_A,
+            num_slots_A=num_slots_A,
+        )
         scores = torch.cat(
             [
                 context_scores.masked_fill(~context_mask[:, None], -torch.inf),
@@ -192,26 +240,6 @@ class Drafter:
         from_block = weights[..., T:].reshape(G, A, R * K, K) @ values_GAKE
         output_GARKE = from_context.view(G, A, R, K, E) + from_block.view(G, A, R, K, E)
         return output_GARKE.permute(1, 3, 0, 2, 4).reshape(A, K, H * E)
-
-    def _visible(
-        self, layer: int, num_context: int, num_slots: int, position_A: Tensor, num_slots_A: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return which context tokens (A, K, T) and which slots of its block (A, K, K) each row sees."""
-        slot_K = torch.arange(num_slots, device=self.device)
-        context_T = torch.arange(num_context, device=self.device)
-        context_AKT = (context_T < position_A[:, None, None]).expand(-1, num_slots, -1)
-        block_AKK = (slot_K < num_slots_A[:, None, None]).expand(-1, num_slots, -1)
-        # A slot beyond the block's end is never read; it sees itself, so that its softmax has something.
-        block_AKK = block_AKK | torch.eye(num_slots, dtype=torch.bool, device=self.device)
-        back_KK = slot_K[:, None] - slot_K[None, :]
-        if self.spec.is_causal[layer]:
-            block_AKK = block_AKK & (back_KK >= 0)
-        window = self.spec.windows[layer]
-        if window is not None:
-            query_AK = position_A[:, None] + slot_K
-            context_AKT = context_AKT & (query_AK[:, :, None] - context_T < window)
-            block_AKK = block_AKK & (back_KK.abs() < window)
-        return context_AKT, block_AKK
 
     def _keys_values(self, context_TD: Tensor, positions_T: Tensor, layer: int) -> LayerContext:
         prefix = f"layers.{layer}.self_attn"

@@ -17,6 +17,10 @@ _ROPE_TYPES = {
 }
 
 
+# Of multimodal targets: on text all axes have one position, so they change nothing.
+_ON_TEXT_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
+
+
 def read_rope(reader: FactReader) -> dict[str, Any]:
     """Return the RoPE settings from either form; what is stated twice must agree.
 
@@ -29,6 +33,8 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
     if scaling and parameters and any(parameters.get(key, value) != value for key, value in scaling.items()):
         raise DraftConfigError(f"{reader.where}: rope_scaling {scaling!r} contradicts rope_parameters {parameters!r}")
     parameters = {**scaling, **parameters}
+    for key in _ON_TEXT_WITHOUT_EFFECT:
+        parameters.pop(key, None)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UnsupportedCheckpoint(f"{reader.where}: rope parameters per layer type are not supported yet")
     for key, value in parameters.items():
@@ -43,10 +49,12 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
             f"{reader.where}: rope_theta = {theta!r} contradicts rope_parameters.rope_theta = {inner!r}; remove one"
         )
     if theta is None and inner is None:
-        raise DraftConfigError(f"{reader.where} lacks rope_theta, which the weights do not tell; add it")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise DraftConfigError(f"{reader.where} lacks {reader.prefix}rope_theta, which the weights do not tell; add it")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if share != 1.0:
         raise UnsupportedCheckpoint(
-            f"{reader.where}: partial_rotary_factor is not supported; drafters rotate whole heads"
+            f"{reader.where}: partial_rotary_factor = {share!r} is not supported, drafters rotate whole heads; "
+            f"if it was copied from the target and the drafter does without it, remove it"
         )
     theta = inner if theta is None else theta
     if theta <= 0:
@@ -61,7 +69,8 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
         if key not in parameters:
             raise DraftConfigError(f"{reader.where}: rope_type {parameters['rope_type']!r} needs {key}; add it")
         reader.as_kind(f"rope_parameters.{key}", parameters[key], float)
-    reader.sources["rope"] = f"{reader.where}: " + ("rope_parameters" if inner is not None else "rope_theta")
+    by = "rope_theta" if inner is None else "rope_parameters" if "rope_parameters" in reader.sources else "rope_scaling"
+    reader.sources["rope"] = reader.sources[by]
     return parameters
 
 

@@ -1,36 +1,74 @@
-"""What a drafter is: the facts that decide its proposals, read from its config and its tensors.
+"""What a drafter is: the facts that decide its proposals, whichever trainer wrote them down.
 
-Nothing is defaulted that training decided. A fact that is missing is asked for, two sources that
-contradict are an error that names both, and what is not understood is refused by name.
+Every dialect of draft configs (`dialects`) becomes one `DrafterSpec`. Nothing is defaulted that
+training decided. A fact that is missing is asked for, two sources that contradict are an error that
+names both, and what is not understood is refused by name.
 
-Supported: z-lab's DFlash (`architectures: [DFlashDraftModel]`), config fields at the top level or under
-`dflash_config`. Semantics follow z-lab/dflash `dflash/model.py`, as in PyPI `dflash` 0.1.0.
+Semantics follow z-lab/dflash `dflash/model.py`, as in PyPI `dflash` 0.1.0; the other dialects'
+differences from it are facts: `row_alignment`, `window_rule`, `proposal_rule`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dflash_core.drafter.facts import FactReader
+from dflash_core.drafter.attention import WindowRule
+from dflash_core.drafter.dialects import choose_dialect
+from dflash_core.drafter.dialects.base import Reading, RowAlignment
+from dflash_core.drafter.dialects.heads import MarkovHeadType, ProposalRule
+from dflash_core.drafter.dialects.taps import Taps, default_target_layer_ids
+from dflash_core.drafter.facts import OF_TRAINING, numbers
 from dflash_core.drafter.rope import read_rope
-from dflash_core.errors import CheckpointMismatch, DraftConfigError, UnsupportedCheckpoint
+from dflash_core.drafter.shapes import (
+    backbone_shapes,
+    check_biases,
+    check_tensors,
+    expected_shapes,
+    has_biases,
+)
+from dflash_core.errors import CheckpointMismatch, DraftConfigError
 from dflash_core.target.model_config import ModelConfig
 
-ARCHITECTURE = "DFlashDraftModel"
-ROW_ALIGNMENT = "same position: row j of a block predicts position anchor + j"
-_KNOWN_DFLASH_KEYS = {
-    "block_size",
-    "mask_token_id",
+__all__ = [
+    "ROW_ALIGNMENT",
+    "ROW_ALIGNMENTS",
+    "DrafterSpec",
+    "backbone_shapes",
+    "default_target_layer_ids",
+    "expected_shapes",
+    "read_drafter_spec",
     "target_layer_ids",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
+]
+
+ROW_ALIGNMENTS: dict[RowAlignment, str] = {
+    "same_position": "same position: row j of a block predicts position anchor + j",
+    "anchor_shifted": "anchor-shifted: row j of a block predicts position anchor + j + 1, row 0 included",
+    "shifted_short": "shifted: row j of a block predicts position anchor + j + 1, the last row unused",
 }
-_SLIDING = "sliding_attention"
-_FULL = "full_attention"
+ROW_ALIGNMENT = ROW_ALIGNMENTS["same_position"]
+_PLAIN: dict[str, Any] = {
+    "window_rule": "row",
+    "row_alignment": "same_position",
+    "draft_vocab_size": None,
+    "conv_kernel_size": None,
+    "conv_group_size": None,
+    "selector_rank": None,
+    "selector_top_k": None,
+    "markov_rank": 0,
+    "markov_head_type": None,
+    "has_confidence_head": False,
+    "confidence_head_with_markov": False,
+}
+"""Facts that an identity leaves out where they are z-lab's DFlash: identities from before they existed stay."""
+_NO_IDENTITY = ("attention_bias", "dialect", "notes", "sources")
+# Key in a config to the fact's name here, where they differ.
+_SOURCES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +82,16 @@ class DrafterSpec:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    """Of the target: what the mask token, the embedding and a Markov head's previous token are numbered in."""
     rms_norm_eps: float
     rope: Mapping[str, Any]
     """transformers' `rope_parameters`: rope_theta, rope_type and what the type needs."""
     max_position_embeddings: int
     block_size: int
-    """Slots of one draft pass, the anchor included, as trained."""
+    """Slots of one draft pass, the anchor included, as trained; 1 is a block without drafts."""
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    """0-based decoder layers of the target, in the order in which `fc` reads them."""
+    """0-based decoder layers of the target, in the order in which `fc` reads them: `hidden_states[id + 1]`."""
     is_causal: tuple[bool, ...]
     """Per layer: does a slot see only slots before it and itself?"""
     windows: tuple[int | None, ...]
@@ -60,15 +99,55 @@ class DrafterSpec:
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
-    proposal_rule: str = "argmax"
-    sources: Mapping[str, str] = field(default_factory=dict)
+    proposal_rule: ProposalRule = "argmax"
+    """`argmax` of the head; `dflash2`: a selector walks over candidates; `dspark`: a Markov head's bias is added."""
+    window_rule: WindowRule = "row"
+    """`row`: W - 1 positions before each row; `anchor`: context from anchor - W on for all rows, the block whole."""
+    row_alignment: RowAlignment = "same_position"
+    """Which position a row predicts; see `ROW_ALIGNMENTS`."""
+    draft_vocab_size: int | None = None
+    """Tokens that can be proposed; None is the target's vocabulary. `d2t` holds target id - own id for each."""
+    conv_kernel_size: int | None = None
+    """DFlash2: taps of the convolutions inside the block."""
+    conv_group_size: int | None = None
+    """DFlash2: channels that share one dynamic kernel."""
+    selector_rank: int | None = None
+    """DFlash2: width of the selector's codebooks."""
+    selector_top_k: int | None = None
+    """DFlash2: candidates per row."""
+    markov_rank: int = 0
+    """DSpark: width of the Markov head's embedding of the token before; 0 is none."""
+    markov_head_type: MarkovHeadType | None = None
+    has_confidence_head: bool = False
+    """DSpark: is there a head that predicts acceptance? It prunes drafts at serving and changes none."""
+    confidence_head_with_markov: bool = False
+    """Does that head read the embedding of the token before as well?"""
+    attention_bias: bool = False
+    """Do the projections of attention have biases? The tensors tell, so it is no part of the identity."""
+    dialect: str = field(default="", compare=False)
+    """Form of the config it was read from."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What a person should know of the reading."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Fact to the place that decided it; shown by `inspect`, not part of the identity."""
 
-    def identity(self) -> dict[str, Any]:
-        """Return the facts as plain data, without where they came from."""
+    @property
+    def num_drafts(self) -> int:
+        """Return how many tokens a whole block proposes."""
+        return self.block_size if self.row_alignment == "anchor_shifted" else self.block_size - 1
+
+    def facts(self) -> dict[str, Any]:
+        """Return all facts as plain data, those at z-lab's plain value too."""
         plain = asdict(self)
-        del plain["sources"]
-        return plain
+        return {name: value for name, value in plain.items() if name not in ("dialect", "notes", "sources")}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the facts that decide numbers as plain data, without where they came from."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in _NO_IDENTITY and not (name in _PLAIN and value == _PLAIN[name])
+        }
 
 
 def read_drafter_spec(
@@ -83,53 +162,30 @@ def read_drafter_spec(
 
     Args:
         config: the draft config as plain data.
-        shapes: canonical tensor name to shape.
+        shapes: canonical tensor name to shape, embedding and head aside.
         target: the target that the drafter is to be scored with.
         where: name of the config in messages.
-        training_args: settings found in the checkpoint itself; those that name a fact must agree.
+        training_args: settings found in the checkpoint itself; those that name a fact must agree, and
+            block size, mask token and layers are taken from them where the config is silent.
 
     Raises:
-        UnsupportedCheckpoint: a kind of drafter that is not scored yet, by name.
+        UnsupportedCheckpoint: a kind of drafter that is not known, by name.
         DraftConfigError: a fact is missing, malformed or contradicted.
         CheckpointMismatch: config and tensors, or drafter and target, do not belong together.
     """
-    _refuse_other_kinds(config, where)
-    reader = FactReader(config, where)
-    _refuse_unknown(reader)
-    num_layers = reader.need("num_hidden_layers", int)
-    if "layers.0.self_attn.q_norm.weight" not in shapes:
-        raise CheckpointMismatch("the checkpoint lacks layers.0.self_attn.q_norm.weight, whose length is the head size")
-    head_dim = shapes["layers.0.self_attn.q_norm.weight"][0]
-    reader.sources["head_dim"] = "tensor layers.0.self_attn.q_norm.weight"
-    windows, causal = _attention_kinds(reader, num_layers)
-    scale = reader.find("input_embedding_scale", float, nested=True)
-    multiplier = reader.find("output_multiplier", float, nested=True)
-    softcap = reader.find("final_logit_softcapping", float, nested=True)
-    spec = DrafterSpec(
-        hidden_size=reader.need("hidden_size", int),
-        num_layers=num_layers,
-        num_heads=reader.need("num_attention_heads", int),
-        num_kv_heads=reader.need("num_key_value_heads", int),
-        head_dim=head_dim,
-        intermediate_size=reader.need("intermediate_size", int),
-        vocab_size=reader.need("vocab_size", int),
-        rms_norm_eps=reader.need("rms_norm_eps", float),
-        rope=read_rope(reader),
-        max_position_embeddings=reader.need("max_position_embeddings", int),
-        block_size=reader.need("block_size", int, nested=True),
-        mask_token_id=reader.need("mask_token_id", int, nested=True),
-        target_layer_ids=_target_layer_ids(reader, target, num_layers),
-        is_causal=causal,
-        windows=windows,
-        input_embedding_scale=1.0 if scale is None else scale,
-        output_multiplier=1.0 if multiplier is None else multiplier,
-        final_logit_softcapping=softcap if softcap is not None and softcap > 0 else None,
-        sources=reader.sources,
-    )
-    _check_target(spec, reader, target)
-    _check_tensors(spec, shapes, where, config.get("head_dim"))
-    _check_biases(spec, shapes, reader.find("attention_bias", bool), where)
-    _check_training_args(spec, training_args or {}, where)
+    dialect, evidence = choose_dialect(config)
+    reading = dialect.read(config, where, shapes, target, training_args or {})
+    spec = _build(reading, shapes, f"{dialect.name}, by {evidence}")
+    _check_target(spec, reading, target, where)
+    stated = reading.backbone.find("head_dim", int)
+    if stated is not None and stated != spec.head_dim:
+        raise CheckpointMismatch(
+            f"{where}: head_dim = {stated} contradicts layers.0.self_attn.q_norm.weight, "
+            f"whose length is {spec.head_dim}"
+        )
+    check_biases(spec, shapes, reading.backbone.find("attention_bias", bool), where)
+    check_tensors(spec, shapes, where)
+    _check_training_args(spec, reading, training_args or {}, where)
     return spec
 
 
@@ -139,220 +195,102 @@ def target_layer_ids(config: Mapping[str, Any], target: ModelConfig, *, where: s
     Raises:
         DraftConfigError: the list is malformed.
         CheckpointMismatch: it names a layer that the target does not have.
-        UnsupportedCheckpoint: a kind of drafter that is not scored yet.
+        UnsupportedCheckpoint: a kind of drafter that is not known.
     """
-    _refuse_other_kinds(config, where)
-    reader = FactReader(config, where)
-    return _target_layer_ids(reader, target, reader.need("num_hidden_layers", int))
+    dialect, _ = choose_dialect(config)
+    taps: Taps = dialect.read_taps(config, where, target)
+    return taps.ids
 
 
-def _refuse_other_kinds(config: Mapping[str, Any], where: str) -> None:
-    kind = config.get("speculators_model_type")
-    if kind is not None:
-        raise UnsupportedCheckpoint(f"{where} is a speculators config ({kind!r}), which is not scored yet; z-lab's is")
-    architectures = config.get("architectures")
-    if architectures != [ARCHITECTURE]:
-        raise UnsupportedCheckpoint(
-            f"{where}: architectures = {architectures!r} is not scored yet; [{ARCHITECTURE!r}] is, "
-            f"where row j of a block predicts position anchor + j"
-        )
-    if config.get("sample_from_anchor"):
-        raise UnsupportedCheckpoint(
-            f"{where}: sample_from_anchor is set (row j of a block predicts position anchor + j + 1), which is not "
-            f"scored yet; same-position drafters are"
-        )
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        raise UnsupportedCheckpoint(f"{where}: hidden_act = {act!r} is not supported; 'silu' is")
+def _build(reading: Reading, shapes: Mapping[str, Sequence[int]], dialect: str) -> DrafterSpec:
+    """Put the canonical value together, with a source for each fact."""
+    q_norm = "layers.0.self_attn.q_norm.weight"
+    if len(shapes.get(q_norm, ())) != 1:
+        raise CheckpointMismatch(f"the checkpoint lacks {q_norm}, whose length is the head size")
+    sizes = reading.backbone
+    heads = reading.heads
+    spec = DrafterSpec(
+        hidden_size=sizes.need("hidden_size", int),
+        num_layers=reading.num_layers,
+        num_heads=sizes.need("num_attention_heads", int),
+        num_kv_heads=sizes.need("num_key_value_heads", int),
+        head_dim=shapes[q_norm][0],
+        intermediate_size=sizes.need("intermediate_size", int),
+        vocab_size=sizes.need("vocab_size", int),
+        rms_norm_eps=sizes.need("rms_norm_eps", float),
+        rope=read_rope(sizes),
+        max_position_embeddings=sizes.need("max_position_embeddings", int),
+        block_size=reading.block_size,
+        mask_token_id=reading.mask_token_id,
+        target_layer_ids=reading.taps.ids,
+        is_causal=reading.attention.is_causal,
+        windows=reading.attention.windows,
+        window_rule=reading.attention.window_rule,
+        row_alignment=reading.row_alignment,
+        draft_vocab_size=reading.draft_vocab_size,
+        attention_bias=has_biases(shapes),
+        dialect=dialect,
+        notes=reading.notes,
+        **asdict(heads),
+    )
+    sources = reading.sources | {"head_dim": f"tensor {q_norm}", "attention_bias": "the tensors"}
+    sources |= {fact: sources[key] for fact, key in _SOURCES.items()}
+    for fact, value in _PLAIN.items():
+        if fact not in sources:
+            sources[fact] = f"default: nothing says otherwise, so {value!r}"
+    return replace(spec, sources=sources)
 
 
-def _refuse_unknown(reader: FactReader) -> None:
-    unknown = sorted(set(reader.nested) - _KNOWN_DFLASH_KEYS)
-    if unknown:
-        raise UnsupportedCheckpoint(
-            f"{reader.where}: dflash_config holds {unknown}, which may change the proposals and is not understood; "
-            f"understood are {sorted(_KNOWN_DFLASH_KEYS)}"
-        )
-
-
-def _attention_kinds(reader: FactReader, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Return window and causality per layer: is_causal if given, else sliding layers are causal."""
-    kinds = reader.find("layer_types", list) or [_FULL] * num_layers
-    if len(kinds) != num_layers or not all(kind in (_SLIDING, _FULL) for kind in kinds):
-        raise DraftConfigError(
-            f"{reader.where}: layer_types = {kinds!r} must name {num_layers} layers as {_SLIDING!r} or {_FULL!r}"
-        )
-    is_causal = reader.find("is_causal", bool)
-    causal = tuple(kind == _SLIDING if is_causal is None else is_causal for kind in kinds)
-    if _SLIDING not in kinds:
-        if reader.top.get("use_sliding_window"):
-            raise DraftConfigError(
-                f"{reader.where}: use_sliding_window is true, but layer_types names no sliding layer"
-            )
-        return (None,) * num_layers, causal
-    window = reader.need("sliding_window", int)
-    if reader.top.get("use_sliding_window") is not True:
-        raise DraftConfigError(
-            f"{reader.where}: layer_types names sliding layers, but use_sliding_window is "
-            f"{reader.top.get('use_sliding_window')!r}; set it to true, or make the layers full_attention"
-        )
-    return tuple(window if kind == _SLIDING else None for kind in kinds), causal
-
-
-def _target_layer_ids(reader: FactReader, target: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    ids = reader.find("target_layer_ids", list, nested=True)
-    if ids is None:
-        ids = default_target_layer_ids(target.num_layers, num_layers)
-        reader.sources["target_layer_ids"] = "z-lab's rule for configs without target_layer_ids"
-    if not ids or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids):
-        raise DraftConfigError(f"{reader.where}: target_layer_ids = {ids!r} must be a list of layer numbers")
-    outside = [layer for layer in ids if not 0 <= layer < target.num_layers]
-    if outside:
-        raise CheckpointMismatch(
-            f"{reader.where}: target_layer_ids {list(ids)} name layer {outside[0]}, but the target has layers "
-            f"0..{target.num_layers - 1}; was the drafter trained for another target?"
-        )
-    return tuple(ids)
-
-
-def default_target_layer_ids(target_depth: int, num_draft_layers: int) -> list[int]:
-    """Return the layers that a z-lab config without `target_layer_ids` means.
-
-    One draft layer reads the middle; more are spread evenly from the second to the third-to-last.
-    Source: z-lab/dflash `dflash/model.py: build_target_layer_ids`.
-
-    >>> default_target_layer_ids(64, 5)
-    [1, 16, 31, 46, 61]
-    """
-    if num_draft_layers == 1:
-        return [target_depth // 2]
-    span = target_depth - 4
-    return [round(1 + layer * span / (num_draft_layers - 1)) for layer in range(num_draft_layers)]
-
-
-def _check_target(spec: DrafterSpec, reader: FactReader, target: ModelConfig) -> None:
+def _check_target(spec: DrafterSpec, reading: Reading, target: ModelConfig, where: str) -> None:
+    prefix = reading.backbone.prefix
     pairs = [
-        ("hidden size", "hidden_size", spec.hidden_size, target.hidden_size),
-        ("vocabulary", "vocab_size", spec.vocab_size, target.vocab_size),
+        ("hidden size", f"{prefix}hidden_size", spec.hidden_size, target.hidden_size),
+        ("vocabulary", f"{prefix}vocab_size", spec.vocab_size, target.vocab_size),
     ]
-    depth = reader.find("num_target_layers", int)
-    if depth is not None:
-        pairs.append(("depth of the target", "num_target_layers", depth, target.num_layers))
+    pairs += [("depth of the target", key, depth, target.num_layers) for key, depth in reading.depths.items()]
     for what, key, drafter_value, target_value in pairs:
         if drafter_value != target_value:
             raise CheckpointMismatch(
-                f"the drafter's {what} is {drafter_value} ({reader.where}: {key}), the target's is {target_value}; "
+                f"the drafter's {what} is {drafter_value} ({where}: {key}), the target's is {target_value}; "
                 f"was it trained for another target?"
             )
     if not 0 <= spec.mask_token_id < target.vocab_size:
         raise DraftConfigError(
-            f"{reader.where}: mask_token_id = {spec.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
+            f"{where}: mask_token_id = {spec.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
         )
-    if spec.block_size < 2 or spec.num_heads % spec.num_kv_heads:
+    if spec.num_heads % spec.num_kv_heads:
         raise DraftConfigError(
-            f"{reader.where}: block_size = {spec.block_size} must be at least 2, and num_attention_heads = "
-            f"{spec.num_heads} a multiple of num_key_value_heads = {spec.num_kv_heads}"
+            f"{where}: num_attention_heads = {spec.num_heads} must be a multiple of num_key_value_heads = "
+            f"{spec.num_kv_heads}"
+        )
+    if spec.conv_group_size is not None and spec.hidden_size % spec.conv_group_size:
+        raise DraftConfigError(
+            f"{where}: hidden_size = {spec.hidden_size} must be a multiple of conv_group_size = {spec.conv_group_size}"
+        )
+    if spec.selector_top_k is not None and spec.selector_top_k > spec.vocab_size:
+        raise DraftConfigError(
+            f"{where}: selector_top_k = {spec.selector_top_k} is more than the vocabulary of {spec.vocab_size}"
+        )
+    if spec.proposal_rule == "dflash2" and spec.draft_vocab_size is not None:
+        raise DraftConfigError(
+            f"{where}: draft_vocab_size = {spec.draft_vocab_size}, but DFlash2's selector needs the whole vocabulary "
+            f"of {spec.vocab_size}"
         )
 
 
-def expected_shapes(spec: DrafterSpec) -> dict[str, list[int]]:
-    """Return canonical tensor name to shape for the weights that the facts call for (biases aside)."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes = {
-        "fc.weight": [hidden, len(spec.target_layer_ids) * hidden],
-        "hidden_norm.weight": [hidden],
-        "norm.weight": [hidden],
+def _check_training_args(spec: DrafterSpec, reading: Reading, training_args: Mapping[str, Any], where: str) -> None:
+    """Compare facts that the checkpoint's own training arguments state with the config; layers as the trainer counts.
+
+    Raises:
+        DraftConfigError: naming both.
+    """
+    values = {
+        "block_size": [spec.block_size],
+        "mask_token_id": [spec.mask_token_id],
+        "target_layer_ids": list(reading.taps.as_written),
     }
-    for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": [hidden],
-            f"{prefix}.post_attention_layernorm.weight": [hidden],
-            f"{prefix}.self_attn.q_proj.weight": [queries, hidden],
-            f"{prefix}.self_attn.k_proj.weight": [keys, hidden],
-            f"{prefix}.self_attn.v_proj.weight": [keys, hidden],
-            f"{prefix}.self_attn.o_proj.weight": [hidden, queries],
-            f"{prefix}.self_attn.q_norm.weight": [spec.head_dim],
-            f"{prefix}.self_attn.k_norm.weight": [spec.head_dim],
-            f"{prefix}.mlp.gate_proj.weight": [inner, hidden],
-            f"{prefix}.mlp.up_proj.weight": [inner, hidden],
-            f"{prefix}.mlp.down_proj.weight": [hidden, inner],
-        }
-    return shapes
-
-
-def _check_tensors(
-    spec: DrafterSpec, shapes: Mapping[str, Sequence[int]], where: str, configured_head_dim: int | None
-) -> None:
-    if configured_head_dim is not None and configured_head_dim != spec.head_dim:
-        raise CheckpointMismatch(
-            f"{where}: head_dim = {configured_head_dim} contradicts layers.0.self_attn.q_norm.weight, "
-            f"whose length is {spec.head_dim}"
-        )
-    expected = expected_shapes(spec)
-    for name, shape in expected.items():
-        if name not in shapes:
-            raise CheckpointMismatch(
-                f"the checkpoint lacks {name}, which {where} calls for; is it the config of this run?"
-            )
-        if list(shapes[name]) != shape:
-            raise CheckpointMismatch(_shape_message(name, list(shapes[name]), shape, spec, where))
-    biases = {name.replace(".weight", ".bias") for name in expected if ".self_attn." in name and "_proj" in name}
-    extra = sorted(set(shapes) - set(expected) - biases)
-    if extra:
-        raise UnsupportedCheckpoint(
-            f"the checkpoint holds {extra[:3]}, which {where} has no use for; refused, not dropped"
-        )
-
-
-def _check_biases(spec: DrafterSpec, shapes: Mapping[str, Sequence[int]], configured: bool | None, where: str) -> None:
-    """Check that attention's biases are all there or none, of the right length, and as the config says."""
-    expected = {
-        name.replace(".weight", ".bias"): shape[:1]
-        for name, shape in expected_shapes(spec).items()
-        if ".self_attn." in name and name.endswith("_proj.weight")
-    }
-    present = [name for name in expected if name in shapes]
-    wanted = bool(present) if configured is None else configured
-    if wanted != bool(present) or (wanted and len(present) < len(expected)):
-        missing = next((name for name in expected if name not in shapes), None)
-        said = f"holds {present[0]}" if present else "holds no bias"
-        raise CheckpointMismatch(
-            f"{where}: attention_bias = {configured!r}, but the checkpoint {said}"
-            + (f" and lacks {missing}" if wanted and missing else "")
-            + "; is it the config of this run?"
-        )
-    for name in present:
-        if list(shapes[name]) != expected[name]:
-            raise CheckpointMismatch(_shape_message(name, list(shapes[name]), expected[name], spec, where))
-
-
-def _shape_message(name: str, found: list[int], wanted: list[int], spec: DrafterSpec, where: str) -> str:
-    if name == "fc.weight" and len(found) == 2 and found[0] == wanted[0]:
-        return (
-            f"fc.weight reads {found[1] / spec.hidden_size:g} target layers of width {spec.hidden_size}, but "
-            f"target_layer_ids {list(spec.target_layer_ids)} ({spec.sources['target_layer_ids']}) are "
-            f"{len(spec.target_layer_ids)}; compare the config with the run"
-        )
-    return f"{name} has shape {found}, but {where} calls for {wanted}; is it the config of this run?"
-
-
-def _check_training_args(spec: DrafterSpec, training_args: Mapping[str, Any], where: str) -> None:
-    """Compare facts that the checkpoint's own training arguments state with the config."""
-    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+    for key, value in values.items():
         stated = training_args.get(key)
-        if stated is None:
-            continue
-        value = getattr(spec, key)
-        if _numbers(value) != _numbers(stated):
-            raise DraftConfigError(
-                f"{where}: {key} = {value!r} contradicts the checkpoint's own training args, {key} = {stated!r}"
-            )
-
-
-def _numbers(value: Any) -> list[Any]:
-    """Return one number or a list of them as a list; a command line's text such as "1,14,27" as what it spells."""
-    if isinstance(value, str):
-        return [int(number) for number in re.findall(r"-?\d+", value)]
-    return list(value) if isinstance(value, list | tuple) else [value]
+        if stated is not None and numbers(stated) != value:
+            shown = tuple(value) if key == "target_layer_ids" else value[0]
+            raise DraftConfigError(f"{where}: {key} = {shown!r} contradicts {OF_TRAINING}, {key} = {stated!r}")

@@ -49,6 +49,8 @@ class Job:
     """Of the target: `auto`, `float32` or `bfloat16`."""
     store_dtype: str = "auto"
     """Of the hidden states: `auto`, `float32` or `bfloat16`."""
+    is_target_held: bool = True
+    """Does the target write the transcripts on this host? Then it is held as a whole; reading takes one layer."""
     store_path: str | None = None
     """Folder that the hidden states go to, to know which disk has to hold them."""
 

@@ -18,6 +18,9 @@ DTYPE_BYTES = {
 }
 RUNTIME_BYTES = 512 * 2**20
 """Room for the interpreter with its libraries, or for a CUDA context."""
+EXTRACTION_HEADROOM = 1.2
+"""Share above the parts of an extraction for the allocator and what torch needs to compute with."""
+_LEAST_ARGUMENT_BYTES = 16 << 20
 _ASSUMED_DTYPE_BYTES = 2
 
 
@@ -59,6 +62,30 @@ def activation_bytes(target: ModelConfig, num_tokens: int, dtype: str) -> int:
     """
     intermediate = target.intermediate_size or 4 * target.hidden_size
     return num_tokens * (4 * target.hidden_size + 3 * intermediate) * DTYPE_BYTES[dtype]
+
+
+def layer_bytes(target: ModelConfig, num_parameters: int, dtype: str) -> int:
+    """Return the size of one decoder layer: what is not embedding and head, spread evenly over the layers.
+
+    An estimate: the layers of a hybrid differ, and a multimodal model's towers are counted in.
+    """
+    tables = (1 if target.tie_word_embeddings else 2) * target.vocab_size * target.hidden_size
+    return max(num_parameters - tables, 0) // target.num_layers * DTYPE_BYTES[dtype]
+
+
+def argument_bytes(largest_layer_bytes: int) -> int:
+    """Return what masks and rotary tables of all transcripts may take before they are made anew for every layer."""
+    return max(_LEAST_ARGUMENT_BYTES, largest_layer_bytes // 8)
+
+
+def extraction_bytes(target: ModelConfig, num_parameters: int, longest_tokens: int, dtype: str) -> int:
+    """Return what reading hidden states layer by layer takes: one layer and the longest transcript's pass.
+
+    It does not grow with the number of transcripts. The head comes in slices that fit where the layers were.
+    """
+    layer = layer_bytes(target, num_parameters, dtype)
+    resident = layer + activation_bytes(target, longest_tokens, dtype) + argument_bytes(layer)
+    return int(resident * EXTRACTION_HEADROOM)
 
 
 def logits_bytes(num_rows: int, vocab_size: int) -> int:

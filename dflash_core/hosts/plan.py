@@ -112,29 +112,27 @@ def _target_on(report: HostReport, job: Job) -> StagePlan:
 
 
 def _target_parts(job: Job, dtype: str) -> tuple[MemoryPart, ...]:
-    """Return what the whole target takes in RAM: its weights, and the larger of its two phases.
+    """Return what the target takes in RAM: all of it while it writes transcripts, else one layer at a time.
 
-    Writing holds the cache of one batch; reading goes transcript by transcript, and keeps the states
-    of the selected layers, and of the final norm, until all are read.
+    Writing holds the cache of one batch besides. Reading goes layer by layer over all transcripts, whose residual
+    stream lies in files: less than writing takes, where both are done here.
     """
     target = job.target
+    num_parameters = memory.num_parameters_of(job.target_bytes, target.dtype)
+    runtime = MemoryPart(name="runtime", size_bytes=memory.RUNTIME_BYTES)
+    if not job.is_target_held:
+        reading = memory.extraction_bytes(target, num_parameters, job.longest_tokens, dtype)
+        return (MemoryPart(name="reading hidden states", size_bytes=reading), runtime)
     batch_tokens = min(job.batch_size * job.longest_tokens, max(job.num_tokens, job.longest_tokens))
     writing = (
         memory.target_cache_bytes(target, batch_tokens, dtype)
         + memory.activation_bytes(target, batch_tokens, dtype)
         + memory.logits_bytes(job.batch_size, target.vocab_size)
     )
-    reading = (
-        memory.activation_bytes(target, job.longest_tokens, dtype)
-        + memory.logits_bytes(job.longest_tokens, target.vocab_size)
-        + _disk_bytes(job, dtype)
-    )
-    phase = ("writing transcripts", writing) if writing >= reading else ("reading hidden states", reading)
-    num_parameters = memory.num_parameters_of(job.target_bytes, target.dtype)
     return (
         MemoryPart(name="target weights", size_bytes=memory.weights_bytes(num_parameters, dtype)),
-        MemoryPart(name=phase[0], size_bytes=phase[1]),
-        MemoryPart(name="runtime", size_bytes=memory.RUNTIME_BYTES),
+        MemoryPart(name="writing transcripts", size_bytes=writing),
+        runtime,
     )
 
 

@@ -24,25 +24,30 @@ class EmbeddingAndHead(NamedTuple):
     """The two tensors of the target that a drafter borrows, memory-mapped, in the stored dtype."""
 
     embedding_VD: Tensor
+    """As stored: what the model's code multiplies it with is `ModelConfig.embedding_scale`."""
     head_VD: Tensor
     """The same tensor as the embedding where the target ties them."""
 
 
 def load_embedding_and_head(target: Target) -> EmbeddingAndHead:
-    """Read the target's embedding and head.
+    """Map the target's embedding and head into memory; nothing of them is read yet.
+
+    A head that is there is used even where the config says that it is the embedding: transformers ties
+    the two only where they are equal.
 
     Raises:
-        TargetError: a shard has no such tensor or is cut off, or the target is untied and has no head.
+        TargetError: a shard has no such tensor, or one of another shape than the config says, or is cut off,
+            or the target is untied and has no head.
     """
     places = _find(target, (_EMBEDDING, _HEAD))
     if _EMBEDDING not in places:
         raise TargetError(f"{target.folder} holds no tensor that ends in {_EMBEDDING!r}")
-    embedding_VD = _read(*places[_EMBEDDING])
-    tied = target.config.tie_word_embeddings
-    if tied is not True and _HEAD in places:
-        return EmbeddingAndHead(embedding_VD, _read(*places[_HEAD]))
-    if tied is False:
-        raise TargetError(f"{target.folder} holds no {_HEAD!r}, yet its config says that it is not tied")
+    embedding_VD = _read_table(target, *places[_EMBEDDING])
+    if _HEAD in places:
+        return EmbeddingAndHead(embedding_VD, _read_table(target, *places[_HEAD]))
+    if target.config.tie_word_embeddings is False:
+        said = target.config.sources["tie_word_embeddings"]
+        raise TargetError(f"{target.folder} holds no {_HEAD!r}, yet its config says that it is not tied ({said})")
     return EmbeddingAndHead(embedding_VD, embedding_VD)
 
 
@@ -89,6 +94,18 @@ def _find(target: Target, suffixes: tuple[str, ...]) -> dict[str, tuple[Path, st
 def _names(path: Path) -> list[str]:
     with _opened(path) as file:
         return list(file.keys())
+
+
+def _read_table(target: Target, path: Path, name: str) -> Tensor:
+    """Return a table of one row per token, whose shape must be the config's."""
+    table_VD = _read(path, name)
+    wanted = [target.config.vocab_size, target.config.hidden_size]
+    if list(table_VD.shape) != wanted:
+        raise TargetError(
+            f"{path}: {name} has the shape {list(table_VD.shape)}, the config says vocabulary and hidden size "
+            f"{wanted}; do config and weights belong together?"
+        )
+    return table_VD
 
 
 def _read(path: Path, name: str) -> Tensor:

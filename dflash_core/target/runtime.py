@@ -6,6 +6,10 @@ test reads `num_forward_passes` to prove it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +28,8 @@ num_forward_passes = 0
 """Forward passes of any target in this process."""
 
 
-def _count_forward_pass(*_: Any) -> None:
+def count_forward_pass(*_: Any) -> None:
+    """Count one reading of a sequence by a target."""
     global num_forward_passes
     num_forward_passes += 1
 
@@ -50,7 +55,6 @@ def load_model(target: Target, compute_dtype: str) -> Any:
             target.folder,
             dtype=DTYPES[compute_dtype],
             local_files_only=True,
-            attn_implementation="sdpa",
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -65,7 +69,7 @@ def load_model(target: Target, compute_dtype: str) -> Any:
         )
     model.eval()
     model.requires_grad_(False)
-    model.register_forward_pre_hook(_count_forward_pass)
+    model.register_forward_pre_hook(count_forward_pass)
     return model
 
 
@@ -107,6 +111,28 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
+
+
+def host_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the threads that this process may keep busy: its CPUs, fewer where a container limits their time."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()[:2]
+        threads = min(threads, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        pass  # no container, or one without a limit, which says `max`
+    return threads
+
+
+@contextmanager
+def using_threads(number: int) -> Iterator[None]:
+    """Have torch compute with so many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def available_memory_bytes() -> int | None:

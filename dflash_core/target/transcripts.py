@@ -7,38 +7,51 @@ that scoring a drafter needs from the target's decoding.
     <|im_start|> user ... assistant \n | The answer is 4 . <|im_end|>
                                        ^ the first token of the response is the first anchor
 
-A response ends with a stop token (which belongs to it) or at `max_new_tokens`.
+A response ends with a stop token (which belongs to it) or at `max_new_tokens`. Where it comes from is a
+`Source`: the target on this machine (below), a server of it (`servers`), or the prompt file (`given`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dflash_core import progress
-from dflash_core.errors import PromptError, TargetError
 from dflash_core.store import Artifact, Store, digest
 from dflash_core.target.loading import Target
-from dflash_core.target.prompts import Prompt
+from dflash_core.target.rendering import RenderedPrompt, Renderer, Rendering, load_tokenizer, render_prompts
 from dflash_core.target.runtime import load_model
+
+__all__ = [
+    "FILE_NAME",
+    "KIND",
+    "TRANSCRIPTS_VERSION",
+    "Job",
+    "LocalSource",
+    "RenderedPrompt",
+    "Rendering",
+    "Source",
+    "Transcript",
+    "Written",
+    "cut",
+    "generate",
+    "load_tokenizer",
+    "read_transcripts",
+    "render_prompts",
+    "transcripts_digest",
+    "transcripts_key",
+    "write_transcripts",
+]
 
 TRANSCRIPTS_VERSION = 1
 """Raised when the same prompts and target would give other transcripts."""
 KIND = "transcripts"
 FILE_NAME = "transcripts.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RenderedPrompt:
-    """A prompt as the token ids that the target reads."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,151 +71,143 @@ class Transcript:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rendering:
-    """All prompts rendered, with what decided how."""
+class Written:
+    """What a source wrote, in the order of the prompt file, and what is to be known about it."""
 
-    prompts: tuple[RenderedPrompt, ...]
-    template_digest: str
-    tokenizer_digest: str
-    stop_token_ids: tuple[int, ...]
-    thinking: bool
+    transcripts: list[Transcript]
+    facts: dict[str, Any]
+    """Plain data for the artifact's meta: `sampling`, `compute_dtype`, `warnings` and what the source adds."""
 
 
-def load_tokenizer(target: Target) -> Any:
-    """Load the target's tokenizer; no code of the model folder runs.
+class Job:
+    """What a source is asked to continue."""
 
-    Raises:
-        TargetError: the folder has no tokenizer that transformers reads.
+    def __init__(self, target: Target, rendering: Rendering, *, max_new_tokens: int, folder: Path) -> None:
+        self.target = target
+        self.rendering = rendering
+        self.max_new_tokens = max_new_tokens
+        self.folder = folder
+        """Outlives a killed or failed attempt; for what a source wants to keep for the next one."""
+        self.renderer = Renderer(target, thinking=rendering.thinking, max_new_tokens=max_new_tokens)
+        self.num_prompts = len(rendering.prompts) + len(rendering.later)
+
+    def by_turns(self, complete: Callable[[Sequence[RenderedPrompt], int], list[Transcript]]) -> list[Transcript]:
+        """Have every prompt continued: first turns together, then the turns that follow them, and so on.
+
+        Args:
+            complete: continues prompts, in the order given; told how many were continued before.
+
+        Returns:
+            One transcript per prompt and turn, in the order of the prompt file.
+        """
+        follow = {turn.follows: turn for turn in self.rendering.later}
+        done: dict[str, Transcript] = {}
+        wave = list(self.rendering.prompts)
+        while wave:
+            written = complete(wave, len(done))
+            done |= {transcript.id: transcript for transcript in written}
+            wave = [
+                self.renderer.render_after(follow[prompt.id], prompt, done[prompt.id].response_ids)
+                for prompt in wave
+                if prompt.id in follow
+            ]
+        ordered = []
+        for prompt in self.rendering.prompts:
+            name: str | None = prompt.id
+            while name is not None:
+                ordered.append(done[name])
+                name = follow[name].id if name in follow else None
+        return ordered
+
+
+class Source(Protocol):
+    """Where continuations come from."""
+
+    @property
+    def name(self) -> str:
+        """What `completions.source` calls it."""
+
+    def key_parts(self) -> list[Any]:
+        """Return what decides the text beside target, prompts, stop tokens and limit, as plain data."""
+
+    def write(self, job: Job) -> Written:
+        """Continue every prompt of the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSource:
+    """The target itself, on this machine's CPU."""
+
+    batch_size: int
+    """Prompts continued at once."""
+    compute_dtype: str
+    """`float32` or `bfloat16`."""
+
+    @property
+    def name(self) -> str:
+        """Return `local`."""
+        return "local"
+
+    def key_parts(self) -> list[Any]:
+        """Return batch size and dtype: other batches round otherwise."""
+        return [self.batch_size, self.compute_dtype, "greedy"]
+
+    def write(self, job: Job) -> Written:
+        """Load the target and have it continue every prompt."""
+        model = load_model(job.target, self.compute_dtype)
+
+        def complete(wave: Sequence[RenderedPrompt], num_before: int) -> list[Transcript]:
+            return generate(
+                model,
+                wave,
+                stop_token_ids=job.rendering.stop_token_ids,
+                max_new_tokens=job.max_new_tokens,
+                batch_size=self.batch_size,
+                num_before=num_before,
+                num_prompts=job.num_prompts,
+            )
+
+        facts = {"sampling": "greedy", "compute_dtype": self.compute_dtype, "warnings": []}
+        return Written(transcripts=job.by_turns(complete), facts=facts)
+
+
+def transcripts_key(target: Target, rendering: Rendering, source: Source, *, max_new_tokens: int) -> str:
+    """Return the key of the transcripts: the ids read, the model, and how it wrote.
+
+    Later turns have no ids yet; what will decide them is their text, the template and the tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TargetError(f"{target.folder} has no readable tokenizer: {' '.join(str(error).split())[:200]}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # Where the files are missing, transformers makes up an empty tokenizer for some kinds of model.
-        raise TargetError(f"{target.folder} has no readable tokenizer: it knows no words; copy its tokenizer files too")
-    return tokenizer
-
-
-def render_prompts(target: Target, prompts: Sequence[Prompt], *, thinking: bool, max_new_tokens: int) -> Rendering:
-    """Apply the target's chat template to every prompt.
-
-    Args:
-        target: the model whose template and tokenizer are used.
-        prompts: what to render.
-        thinking: handed to the template as `enable_thinking`.
-        max_new_tokens: room that the continuation needs in the target's context.
-
-    Raises:
-        TargetError: the tokenizer has no chat template.
-        PromptError: the template refuses a prompt, or it and its continuation do not fit the target's context.
-    """
-    from jinja2 import TemplateError
-
-    tokenizer = load_tokenizer(target)
-    if not tokenizer.chat_template:
-        raise TargetError(f"the tokenizer in {target.folder} has no chat template; instruction-tuned targets have one")
-    rendered = []
-    for prompt in prompts:
-        messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        try:
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
-            )
-        except TemplateError as error:
-            raise PromptError(f"the target's chat template refuses prompt {prompt.id!r}: {error}") from error
-        rendered.append(RenderedPrompt(id=prompt.id, prompt_ids=tuple(int(token) for token in ids)))
-    _check_lengths(target, rendered, max_new_tokens)
-    return Rendering(
-        prompts=tuple(rendered),
-        template_digest=digest(tokenizer.chat_template),
-        tokenizer_digest=digest(_tokenizer_text(target, tokenizer)),
-        stop_token_ids=_stop_token_ids(target, tokenizer),
-        thinking=thinking,
-    )
-
-
-def _check_lengths(target: Target, rendered: Sequence[RenderedPrompt], max_new_tokens: int) -> None:
-    limit = target.config.max_position_embeddings
-    for prompt in rendered:
-        if not prompt.prompt_ids:
-            raise PromptError(
-                f"prompt {prompt.id!r} has no tokens under the target's chat template; check the template"
-            )
-        needed = len(prompt.prompt_ids) + max_new_tokens
-        if limit is not None and needed > limit:
-            raise PromptError(
-                f"prompt {prompt.id!r} has {len(prompt.prompt_ids)} tokens; with completions.max_new_tokens = "
-                f"{max_new_tokens} that is {needed}, more than the {limit} of the target's context; shorten it"
-            )
-
-
-def _tokenizer_text(target: Target, tokenizer: Any) -> str:
-    path = target.folder / "tokenizer.json"
-    return path.read_text(encoding="utf-8") if path.exists() else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-
-
-def _stop_token_ids(target: Target, tokenizer: Any) -> tuple[int, ...]:
-    """Return the stop tokens of generation_config.json, else those of config.json and the tokenizer."""
-    for name in ("generation_config.json", "config.json"):
-        path = target.folder / name
-        if not path.exists():
-            continue
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = data.get("eos_token_id")
-        if found is None:
-            found = (data.get("text_config") or {}).get("eos_token_id")
-        if found is not None:
-            return tuple(sorted({found} if isinstance(found, int) else set(found)))
-    if tokenizer.eos_token_id is None:
-        raise TargetError(
-            f"{target.folder} names no stop token (eos_token_id); every transcript would run to the limit"
-        )
-    return (int(tokenizer.eos_token_id),)
-
-
-def transcripts_key(
-    target: Target, rendering: Rendering, *, max_new_tokens: int, batch_size: int, compute_dtype: str
-) -> str:
-    """Return the key of the transcripts: the ids read, the model, and how it wrote."""
     prompts = [[prompt.id, list(prompt.prompt_ids)] for prompt in rendering.prompts]
     stop = list(rendering.stop_token_ids)
-    return digest(
-        KIND, TRANSCRIPTS_VERSION, target.identity, prompts, stop, max_new_tokens, batch_size, compute_dtype, "greedy"
-    )
+    parts = [target.identity, prompts, stop, max_new_tokens, *source.key_parts()]
+    if rendering.later:
+        turns = [[turn.id, turn.follows, turn.messages, turn.prompt_ids] for turn in rendering.later]
+        texts = [prompt.messages for prompt in rendering.prompts]
+        parts += [turns, texts, rendering.template_digest, rendering.tokenizer_digest, rendering.thinking]
+    return digest(KIND, TRANSCRIPTS_VERSION, *parts)
 
 
 def write_transcripts(
-    store: Store, target: Target, rendering: Rendering, *, max_new_tokens: int, batch_size: int, compute_dtype: str
+    store: Store, target: Target, rendering: Rendering, source: Source, *, max_new_tokens: int
 ) -> Artifact:
-    """Return the transcripts from the store, or have the target write them.
+    """Return the transcripts from the store, or have them written.
 
     Args:
         store: where they are kept.
-        target: the model that continues the prompts, on the CPU.
+        target: the model that continues the prompts.
         rendering: the prompts as token ids.
+        source: who writes.
         max_new_tokens: limit of one response.
-        batch_size: prompts continued at once.
-        compute_dtype: `float32` or `bfloat16`.
 
     Returns:
-        Artifact of kind `transcripts`; `meta` holds digest, counts and what decided the rendering.
+        Artifact of kind `transcripts`; `meta` holds digest, counts, what decided the rendering and the
+        facts of the source.
     """
-    key = transcripts_key(
-        target, rendering, max_new_tokens=max_new_tokens, batch_size=batch_size, compute_dtype=compute_dtype
-    )
+    key = transcripts_key(target, rendering, source, max_new_tokens=max_new_tokens)
 
     def write(folder: Path) -> dict[str, Any]:
-        model = load_model(target, compute_dtype)
-        transcripts = generate(
-            model,
-            rendering.prompts,
-            stop_token_ids=rendering.stop_token_ids,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-        )
+        with store.unfinished(KIND, key) as unfinished:
+            written = source.write(Job(target, rendering, max_new_tokens=max_new_tokens, folder=unfinished))
+        transcripts = written.transcripts
         lines = [json.dumps(asdict(transcript)) for transcript in transcripts]
         (folder / FILE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return {
@@ -216,8 +221,8 @@ def write_transcripts(
             "stop_token_ids": list(rendering.stop_token_ids),
             "thinking": rendering.thinking,
             "max_new_tokens": max_new_tokens,
-            "sampling": "greedy",
-            "compute_dtype": compute_dtype,
+            "source": source.name,
+            **written.facts,
         }
 
     return store.build(KIND, key, write)
@@ -252,6 +257,8 @@ def generate(
     stop_token_ids: Sequence[int],
     max_new_tokens: int,
     batch_size: int,
+    num_before: int = 0,
+    num_prompts: int | None = None,
 ) -> list[Transcript]:
     """Continue prompts greedily, in batches of similar length, left-padded.
 
@@ -261,22 +268,24 @@ def generate(
         stop_token_ids: tokens that end a response and belong to it.
         max_new_tokens: limit of one response.
         batch_size: prompts in one batch.
+        num_before: prompts that were continued before these, for the progress.
+        num_prompts: all prompts there are, for the progress; None takes these alone.
 
     Returns:
         One transcript per prompt, in the order given.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].prompt_ids))
     transcripts: dict[int, Transcript] = {}
-    total = len(prompts) * max_new_tokens
+    total = (len(prompts) if num_prompts is None else num_prompts) * max_new_tokens
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
-        done = first * max_new_tokens
+        done = (num_before + first) * max_new_tokens
         counter = _StepCounter(done, len(batch), total)
         responses = _generate_batch(
             model, [prompts[index].prompt_ids for index in batch], stop_token_ids, max_new_tokens, counter
         )
         for index, response in zip(batch, responses, strict=True):
-            transcripts[index] = _cut(prompts[index], response, stop_token_ids)
+            transcripts[index] = cut(prompts[index], response, stop_token_ids)
         progress.report(KIND, min(total, done + len(batch) * max_new_tokens), total)
     return [transcripts[index] for index in range(len(prompts))]
 
@@ -324,7 +333,7 @@ class _StepCounter:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def _cut(prompt: RenderedPrompt, response: Sequence[int], stop_token_ids: Sequence[int]) -> Transcript:
+def cut(prompt: RenderedPrompt, response: Sequence[int], stop_token_ids: Sequence[int]) -> Transcript:
     """End a response with its first stop token; the rest is padding of the batch."""
     stops = set(stop_token_ids)
     for place, token in enumerate(response):

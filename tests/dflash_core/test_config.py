@@ -68,6 +68,11 @@ CHANGED: dict[str, Any] = {
     "completions": {
         "source": "server",
         "base_url": "http://h",
+        "api": "vllm",
+        "server_model": "m",
+        "concurrency": 2,
+        "timeout_s": 4.5,
+        "api_key_env": "KEY",
         "max_new_tokens": 9,
         "thinking": True,
         "batch_size": 3,

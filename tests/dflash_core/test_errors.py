@@ -20,6 +20,7 @@ BUILTINS = {
     "InputError": ValueError,
     "CheckpointNotFound": FileNotFoundError,
     "HostError": ConnectionError,
+    "ServerError": ConnectionError,
     "DoesNotFit": MemoryError,
     "ShapeMismatch": ValueError,
     "NoResults": FileNotFoundError,

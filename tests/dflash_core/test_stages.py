@@ -113,10 +113,10 @@ class TestPlan:
         [
             ({"target": {"model": None}}, TargetError),
             ({"completions": {"max_new_tokens": 600}}, PromptError),
-            ({"completions": {"source": "server", "base_url": "http://h"}}, ConfigError),
-            ({"completions": {"source": "file"}}, ConfigError),
+            ({"completions": {"source": "server"}}, ConfigError),
+            ({"completions": {"source": "file"}}, PromptError),
         ],
-        ids=["no target", "too long", "served", "from a file"],
+        ids=["no target", "too long", "served nowhere", "answers that are not given"],
     )
     def test_what_cannot_work_is_said_before_anything_runs(
         self, config: Config, sections: dict[str, Any], error: type[Exception]

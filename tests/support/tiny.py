@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_core.drafter.model import Anchors, Drafter
-from dflash_core.drafter.spec import DrafterSpec, expected_shapes, read_drafter_spec
+from dflash_core.drafter.spec import DrafterSpec, backbone_shapes, read_drafter_spec
 from dflash_core.target.head import load_embedding_and_head
 from dflash_core.target.hidden_states import HiddenStates
 from dflash_core.target.loading import Target, read_target_folder
@@ -142,7 +142,7 @@ def _shapes_of(config: dict[str, Any], target: Target, seed_shapes: dict[str, li
         num_layers = config["num_hidden_layers"]
         target_layer_ids = config["dflash_config"]["target_layer_ids"]
 
-    return expected_shapes(_Facts)  # type: ignore[arg-type]
+    return backbone_shapes(_Facts)
 
 
 def train_drafter(

@@ -319,17 +319,72 @@ def refusal(content: Any, path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "known_as"),
     [
-        "markov_head.markov_w1.weight",
-        "confidence_head.proj.weight",
-        "prefix_gru.weight_ih_l0",
-        "mask_embedding",
-        "layers.0.self_attn.g_proj.weight",
+        ("prefix_gru.weight_ih_l0", "Domino"),
+        ("embed_proj.0.weight", "Domino"),
+        ("mask_embedding", "mask vector"),
+        ("layers.0.self_attn.g_proj.weight", "gate"),
+        ("layers.0.self_attn.qkv_proj.weight", "split its rows into q_proj, k_proj and v_proj"),
+        ("layers.0.self_attn.attention_sink_bias", "sink"),
+        ("aux_hidden_norms.0.weight", "norm"),
+        ("markov_head.extra.weight", ""),
+        ("confidence_head.hidden.weight", ""),
     ],
 )
-def test_an_optional_head_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    assert repr(name) in refusal({**drafter_tensors(), name: torch.ones(3)}, tmp_path / "c.pt")
+def test_an_optional_head_is_refused_by_name(tmp_path: Path, name: str, known_as: str) -> None:
+    message = refusal({**drafter_tensors(), name: torch.ones(3)}, tmp_path / "c.pt")
+    assert repr(name) in message
+    assert known_as in message
+
+
+MARKOV = {"markov_head.markov_w1.weight": torch.ones(9, 2), "markov_head.markov_w2.weight": torch.ones(9, 2)}
+GATES = {"markov_head.gate_proj.weight": torch.ones(2, 6), "markov_head.gate_proj.bias": torch.ones(2)}
+CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 6), "confidence_head.proj.bias": torch.ones(1)}
+FLAT = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "gate_proj.weight": "markov_head.gate_proj.weight",
+    "gate_proj.bias": "markov_head.gate_proj.bias",
+    "confidence_proj.weight": "confidence_head.proj.weight",
+    "confidence_proj.bias": "confidence_head.proj.bias",
+}
+
+
+def test_dsparks_heads_are_fetched(tmp_path: Path) -> None:
+    """Whether the config calls for them is asked against its facts, before anything is fetched."""
+    tensors = drafter_tensors() | MARKOV | GATES | CONFIDENCE
+    assert_same(streamed(saved(tmp_path / "c.pt", tensors), tmp_path), tensors)
+
+
+@pytest.mark.parametrize("prefix", ["", "dflash_module.", "logit_head.", "module.logit_head."])
+def test_dsparks_heads_have_one_name_whatever_the_trainer_calls_them(tmp_path: Path, prefix: str) -> None:
+    heads = MARKOV | GATES | CONFIDENCE
+    scope = "dflash_module." if prefix.startswith("dflash") else "module." if prefix.startswith("module") else ""
+    tensors = {f"{scope}{name}": tensor for name, tensor in drafter_tensors().items()}
+    tensors |= {f"{prefix}{name}": heads[canonical] for name, canonical in FLAT.items()}
+    assert_same(streamed(saved(tmp_path / "c.pt", tensors), tmp_path), drafter_tensors() | heads)
+
+
+def test_a_heads_module_inside_an_old_head_keeps_its_own_name(tmp_path: Path) -> None:
+    tensors = drafter_tensors() | {f"logit_head.{name}": tensor for name, tensor in (MARKOV | CONFIDENCE).items()}
+    assert_same(streamed(saved(tmp_path / "c.pt", tensors), tmp_path), drafter_tensors() | MARKOV | CONFIDENCE)
+
+
+@pytest.mark.parametrize("lost", [*MARKOV, "confidence_head.proj.weight"])
+def test_half_a_dspark_is_refused(tmp_path: Path, lost: str) -> None:
+    tensors = drafter_tensors() | MARKOV | GATES | CONFIDENCE
+    del tensors[lost]
+    with pytest.raises(CheckpointMismatch, match=lost):
+        stream_checkpoint(saved(tmp_path / "c.pt", tensors), tmp_path / "out")
+
+
+def test_what_is_the_verifiers_is_ignored(tmp_path: Path) -> None:
+    extra = {f"verifier_{name}.weight": torch.ones(3) for name in ("norm", "lm_head", "embed_tokens")}
+    url = saved(tmp_path / "c.pt", drafter_tensors() | extra)
+    assert_same(streamed(url, tmp_path), drafter_tensors())
+    roles = {entry.name: entry.role for entry in inspect_checkpoint(url).tensors}
+    assert {roles[name] for name in extra} == {"ignored"}
 
 
 def test_many_unknown_tensors_are_counted_and_three_are_named(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_core.drafter import scoring
-from dflash_core.drafter.scoring import Head, judge_blocks
+from dflash_core.drafter import head as head_module
+from dflash_core.drafter import judging
+from dflash_core.drafter.head import Head, Rows
+from dflash_core.drafter.judging import Blocks, Judgement
 
 VOCAB = 6
 
@@ -26,6 +28,12 @@ def plain_judgement(logits_KV: Tensor, reference: Sequence[int], available: int)
         if row.index(max(row)) != token:
             return slot - 1, sum(value >= row[token] for value in row)
     return available, 0
+
+
+def judge_blocks(head: Head, hidden_AKD: Tensor, reference_AP: Tensor, available_A: Tensor) -> Judgement:
+    """Judge blocks whose row p predicts position anchor + p; the anchors' own tokens do not matter."""
+    anchor_A = torch.zeros_like(available_A)
+    return judging.judge_blocks(head, Blocks(hidden_AKD[:, 1:], anchor_A, reference_AP, available_A))
 
 
 class TestJudging:
@@ -55,8 +63,8 @@ class TestJudging:
         reference = torch.where(torch.rand(best.shape, generator=generator) < 0.7, best, noise)
         available = [data.draw(st.integers(0, num_slots - 1)) for _ in range(num_anchors)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scoring, "_ROWS_PER_CALL", rows_per_call)
-            patch.setattr(scoring, "_RANKED_ELEMENTS", VOCAB * rows_at_once)
+            patch.setattr(judging, "_ROWS_PER_CALL", rows_per_call)
+            patch.setattr(head_module, "_RANKED_ELEMENTS", VOCAB * rows_at_once)
             judged = judge_blocks(head, hidden, reference, torch.tensor(available, dtype=torch.long))
         expected = [plain_judgement(logits[row], reference[row].tolist(), available[row]) for row in range(num_anchors)]
         assert list(zip(judged.accepted_A.tolist(), judged.miss_rank_A.tolist(), strict=True)) == expected
@@ -77,7 +85,7 @@ class TestJudging:
         self, monkeypatch: pytest.MonkeyPatch, rows_per_call: int, expected: list[int]
     ) -> None:
         """Three blocks: all three drafts right, the first wrong, and one whose text ends after one draft."""
-        monkeypatch.setattr(scoring, "_ROWS_PER_CALL", rows_per_call)
+        monkeypatch.setattr(judging, "_ROWS_PER_CALL", rows_per_call)
         head = Head(torch.eye(VOCAB), self.drafter())
         asked: list[int] = []
         logits = head.logits
@@ -101,7 +109,7 @@ class TestJudging:
         weight, hidden = torch.randn(VOCAB, 8, generator=generator), torch.randn(5, 8, generator=generator)
         plain = Head(weight, self.drafter())
         changed = Head(weight, self.drafter(output_multiplier=multiplier, final_logit_softcapping=cap))
-        assert torch.equal(changed.choose(hidden), plain.choose(hidden))
+        assert torch.equal(changed.choose(Rows(hidden)), plain.choose(Rows(hidden)))
         expected = plain.logits(hidden).double() * multiplier
         if cap is not None:
             expected = cap * torch.tanh(expected / cap)
@@ -113,5 +121,5 @@ class TestJudging:
         hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
         expected = (hidden @ head._weight_VD.T).argmax(dim=1)
         head._rows_at_once = rows_at_once
-        assert torch.equal(head.choose(hidden), expected)
-        assert head.choose(hidden[:0]).tolist() == []
+        assert torch.equal(head.choose(Rows(hidden)), expected)
+        assert head.choose(Rows(hidden[:0])).tolist() == []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash_core.drafter import model as model_module
 from dflash_core.drafter.model import Anchors, Drafter
-from dflash_core.drafter.spec import DrafterSpec, expected_shapes, read_drafter_spec
+from dflash_core.drafter.spec import DrafterSpec, backbone_shapes, expected_shapes, read_drafter_spec
 from dflash_core.target.model_config import read_model_config
 
 D, VOCAB, MASK, BLOCK = 24, 40, 39, 5
@@ -52,7 +52,7 @@ def make_spec(**changes: Any) -> DrafterSpec:
         num_heads, num_kv_heads, num_layers = heads, kv_heads, config["num_hidden_layers"]
         target_layer_ids = config["dflash_config"]["target_layer_ids"]
 
-    shapes = dict(expected_shapes(Facts))  # type: ignore[arg-type]
+    shapes = dict(backbone_shapes(Facts))  # type: ignore[arg-type]
     if config.get("attention_bias"):
         for layer in range(config["num_hidden_layers"]):
             for part, length in {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size, "o": D}.items():

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from dflash_core.drafter.head import Head
 from dflash_core.drafter.model import Drafter
-from dflash_core.drafter.scoring import Head, score_transcripts
+from dflash_core.drafter.scoring import score_transcripts
 from dflash_core.drafter.spec import DrafterSpec
 from dflash_core.store import Store
 from dflash_core.target.head import load_embedding_and_head

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_core import progress
-from dflash_core.drafter import scoring
+from dflash_core.acceptance import walk
+from dflash_core.drafter import judging, scoring
+from dflash_core.drafter.head import Head
 from dflash_core.drafter.model import Anchors, Drafter
-from dflash_core.drafter.scoring import TIE_MARGIN, Head, score_transcripts
+from dflash_core.drafter.scoring import TIE_MARGIN, score_transcripts
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Store
 from dflash_core.target.head import load_embedding_and_head
@@ -38,10 +40,22 @@ class ScriptedDrafter:
     place, which a head of ones on the diagonal turns back into the token.
     """
 
-    def __init__(self, script: Sequence[Sequence[Sequence[int]]], prompts: Sequence[int], *, block_size: int) -> None:
+    def __init__(
+        self,
+        script: Sequence[Sequence[Sequence[int]]],
+        prompts: Sequence[int],
+        *,
+        block_size: int,
+        row_alignment: walk.RowAlignment = "same_position",
+    ) -> None:
         self.script = script
         self.prompts = prompts
-        self.spec = SimpleNamespace(block_size=block_size, output_multiplier=1.0, final_logit_softcapping=None)
+        self.spec = SimpleNamespace(
+            block_size=block_size,
+            row_alignment=row_alignment,
+            output_multiplier=1.0,
+            final_logit_softcapping=None,
+        )
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.drafted: list[tuple[int, int]] = []
@@ -57,7 +71,8 @@ class ScriptedDrafter:
             for row, position in enumerate(chosen.position_A.tolist()):
                 index = position - self.prompts[number]
                 self.drafted.append((number, index))
-                for slot, token in enumerate(self.script[number][index][: num_slots - 1], 1):
+                first = walk.first_row(self.spec.row_alignment)
+                for slot, token in enumerate(self.script[number][index][: num_slots - first], first):
                     hidden[row, slot, token] = 1.0
             parts.append(hidden)
         return parts
@@ -94,11 +109,13 @@ def score(
     )
 
 
-def plain_rows(response: Sequence[int], script: Sequence[Sequence[int]], block_size: int, limit: int) -> list[Row]:
+def plain_rows(
+    response: Sequence[int], script: Sequence[Sequence[int]], block_size: int, limit: int, alignment: str
+) -> list[Row]:
     """Return one row per anchor by the plainest loop."""
     rows: list[Row] = []
     for index in range(len(response) - 1):
-        drafted = min(block_size, limit - index) - 1
+        drafted = min(block_size - (alignment != "anchor_shifted"), limit - index - 1)
         available = min(drafted, len(response) - 1 - index)
         accepted = 0
         while accepted < available and script[index][accepted] == response[index + 1 + accepted]:
@@ -122,18 +139,22 @@ def plain_rows(response: Sequence[int], script: Sequence[Sequence[int]], block_s
 def scripted(draw: st.DrawFn) -> tuple[list[Transcript], ScriptedDrafter, int]:
     """Draw transcripts, a drafter that is right more often than not, and the limit of the responses."""
     block_size = draw(st.integers(1, 5))
+    alignment = draw(st.sampled_from(["same_position", "anchor_shifted", "shifted_short"]))
     limit = draw(st.integers(1, 9))
     transcripts, script = [], []
     for number in range(draw(st.integers(1, 4))):
         response = draw(st.lists(TOKENS, max_size=limit))
         transcripts.append(transcript(number, draw(st.integers(1, 3)), response))
-        endless = [*response, *([0] * block_size)]
+        endless = [*response, *([0] * (block_size + 1))]
         script.append([
-            [token if draw(st.integers(0, 3)) else draw(TOKENS) for token in endless[index + 1 : index + block_size]]
+            [
+                token if draw(st.integers(0, 3)) else draw(TOKENS)
+                for token in endless[index + 1 : index + 1 + walk.num_drafts(block_size, alignment)]
+            ]
             for index in range(len(response))
         ])  # fmt: skip
     prompts = [len(one.prompt_ids) for one in transcripts]
-    return transcripts, ScriptedDrafter(script, prompts, block_size=block_size), limit
+    return transcripts, ScriptedDrafter(script, prompts, block_size=block_size, row_alignment=alignment), limit
 
 
 class TestScoring:
@@ -148,7 +169,9 @@ class TestScoring:
         expected = [
             {"prompt_id": one.id, "walk_step": None} | row
             for number, one in enumerate(transcripts)
-            for row in plain_rows(one.response_ids, drafter.script[number], block_size, limit)
+            for row in plain_rows(
+                one.response_ids, drafter.script[number], block_size, limit, drafter.spec.row_alignment
+            )
         ]
         keys = list(expected[0]) if expected else []
         assert [{key: row[key] for key in keys} for row in rows] == expected
@@ -167,10 +190,10 @@ class TestScoring:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scoring, "_FREE_BLOCKS", free_blocks)
             patch.setattr(scoring, "_ANCHORS_AT_ONCE", anchors_at_once)
-            patch.setattr(scoring, "_ROWS_PER_CALL", rows)
-            walk = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit)
-        assert walk == [row for row in every if row["is_on_walk"]]
-        visited = {(int(row["prompt_id"][1:]), row["anchor_index"]) for row in walk}
+            patch.setattr(judging, "_ROWS_PER_CALL", rows)
+            taken = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit)
+        assert taken == [row for row in every if row["is_on_walk"]]
+        visited = {(int(row["prompt_id"][1:]), row["anchor_index"]) for row in taken}
         assert visited <= set(drafter.drafted)
         assert all(index < len(transcripts[number].response_ids) - 1 for number, index in drafter.drafted)
         if free_blocks == 0:
@@ -182,9 +205,9 @@ class TestScoring:
         script = [[*response, 0, 0, 0][index + 1 : index + 4] for index in range(9)]
         drafter = ScriptedDrafter([script], [2], block_size=4)
         rows = score(drafter, [transcript(0, 2, response)], anchors=anchors, block_size=4, limit=20)
-        walk = [row for row in rows if row["is_on_walk"]]
-        assert [row["num_emitted_tokens"] for row in walk] == [4, 4]
-        assert [row["num_accepted_drafts"] for row in walk] == [3, 3]
+        taken = [row for row in rows if row["is_on_walk"]]
+        assert [row["num_emitted_tokens"] for row in taken] == [4, 4]
+        assert [row["num_accepted_drafts"] for row in taken] == [3, 3]
         assert {row["miss_rank"] for row in rows} == {None}
 
     def test_responses_of_no_token_and_of_one_have_no_block(self) -> None:

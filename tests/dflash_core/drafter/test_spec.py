@@ -12,6 +12,7 @@ from dflash.model import build_target_layer_ids
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_core.drafter.scorable import require_scorable
 from dflash_core.drafter.spec import (
     DrafterSpec,
     default_target_layer_ids,
@@ -66,7 +67,7 @@ class TestFacts:
         spec = read()
         identity = spec.identity()
         assert "sources" not in identity
-        assert set(identity) == {field.name for field in dataclasses.fields(DrafterSpec)} - {"sources"}
+        assert set(identity) == {field.name for field in dataclasses.fields(DrafterSpec)[:18]} | {"proposal_rule"}
         assert json.loads(json.dumps(identity))["target_layer_ids"] == [3, 1, 5]
         assert dataclasses.replace(spec, sources={}).identity() == identity
 
@@ -146,8 +147,8 @@ class TestPlaces:
         assert read(nested={"final_logit_softcapping": cap}).final_logit_softcapping == expected
 
     def test_a_key_that_is_not_understood_is_refused_by_name(self) -> None:
-        with pytest.raises(UnsupportedCheckpoint, match=r"holds \['causal_head', 'use_swa'\]") as error:
-            read(nested={"use_swa": True, "causal_head": True})
+        with pytest.raises(UnsupportedCheckpoint, match=r"holds \['context_residual', 'tree_width'\]") as error:
+            read(nested={"tree_width": 3, "context_residual": True})
         assert "mask_token_id" in one_line(error), "it says what is understood"
 
 
@@ -170,16 +171,16 @@ class TestKinds:
     @pytest.mark.parametrize(
         ("changes", "named"),
         [
-            ({"speculators_model_type": "dflash"}, "speculators config ('dflash')"),
-            ({"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}, "('dflash2')"),
-            ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-            ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel"),
+            ({"speculators_model_type": "eagle3"}, "'eagle3'"),
+            ({"speculators_model_type": 7}, "7"),
+            ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
+            ({"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),
             ({"architectures": None}, "None"),
+            ({"architectures": [["DFlashDraftModel"]]}, "DFlashDraftModel"),
             ({"architectures": ["DFlashDraftModel", "Other"]}, "Other"),
             ({"hidden_act": "gelu"}, "'gelu'"),
-            ({"sample_from_anchor": True}, "sample_from_anchor"),
         ],
-        ids=["speculators", "speculators 2", "dflash 2", "dspark", "none", "two", "activation", "shifted rows"],
+        ids=["speculators", "number", "eagle", "domino", "none", "list", "two", "activation"],
     )
     def test_other_drafters_are_refused_by_name(self, changes: dict[str, Any], named: str) -> None:
         with pytest.raises(UnsupportedCheckpoint) as error:
@@ -187,8 +188,12 @@ class TestKinds:
         assert named in one_line(error)
         assert "c.json" in str(error.value)
 
-    def test_rows_that_are_not_shifted_may_say_so(self) -> None:
-        assert read(sample_from_anchor=False).block_size == 8
+    def test_rows_say_themselves_whether_they_are_shifted(self) -> None:
+        assert read(sample_from_anchor=False).row_alignment == "same_position"
+        shifted = read(sample_from_anchor=True)
+        assert (shifted.row_alignment, shifted.num_drafts) == ("anchor_shifted", 8)
+        with pytest.raises(UnsupportedCheckpoint, match=r"row_alignment .*c\.json: sample_from_anchor"):
+            require_scorable(shifted, where="run")
 
 
 class TestTarget:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_core.drafter.scorable import require_scorable
 from dflash_core.drafter.spec import (
     expected_shapes,
 )
@@ -104,10 +105,26 @@ class TestTensors:
         with pytest.raises(UnsupportedCheckpoint, match=r"layers\.2\..*refused, not dropped"):
             read(shapes_for(num_layers=3))
 
-    @pytest.mark.parametrize("name", ["markov_head.markov_w1.weight", "layers.0.attention_conv.base_kernel", "d2t"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "markov_head.markov_w1.weight",
+            "confidence_head.proj.weight",
+            "confidence_head.proj.bias",
+            "layers.0.attention_conv.base_kernel",
+            "candidate_selector.predecessor_codebook",
+            "t2d",
+        ],
+    )
     def test_a_tensor_without_use_is_refused(self, name: str) -> None:
         with pytest.raises(UnsupportedCheckpoint, match=f"holds .*{name}"):
             read(shapes_for() | {name: [4]})
+
+    def test_a_map_to_the_targets_vocabulary_is_a_reduced_vocabulary(self) -> None:
+        spec = read(shapes_for() | {"d2t": [4]})
+        assert spec.draft_vocab_size == 4
+        with pytest.raises(UnsupportedCheckpoint, match="a reduced vocabulary is not scored yet"):
+            require_scorable(spec, where="run")
 
     def test_a_stated_head_size_must_be_the_tensors(self) -> None:
         assert read(head_dim=HEAD_DIM).head_dim == HEAD_DIM
@@ -115,7 +132,7 @@ class TestTensors:
             read(head_dim=8)
 
     def test_query_heads_are_a_multiple_of_key_heads(self) -> None:
-        with pytest.raises(DraftConfigError, match="num_attention_heads = 4 a multiple of num_key_value_heads = 3"):
+        with pytest.raises(DraftConfigError, match="heads = 4 must be a multiple of num_key_value_heads = 3"):
             read(num_key_value_heads=3)
 
     @pytest.mark.parametrize("stated", [True, None], ids=["stated", "not stated"])

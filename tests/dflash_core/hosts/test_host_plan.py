@@ -160,11 +160,16 @@ def test_the_drafters_memory_is_what_a_hand_works_out() -> None:
     }
 
 
-def test_reading_many_tokens_can_take_more_than_writing_them() -> None:
-    parts = make_plan(THREE, replace(JOB, batch_size=1, num_tokens=1_000_000)).target.parts
+def test_a_target_that_only_reads_takes_one_layer_however_many_tokens_there_are() -> None:
+    parts = make_plan(THREE, replace(JOB, is_target_held=False)).target.parts
 
-    assert parts[1].name == "reading hidden states"
-    assert parts[1].size_bytes == 1024 * (4 * 5120 + 3 * 17408) * 4 + 1024 * 248320 * 4 + 1_000_000 * 6 * 5120 * 2
+    assert [part.name for part in parts] == ["reading hidden states", "runtime"]
+    layer = (26 * 10**9 - 2 * 248320 * 5120) // 64 * 4
+    work = 1024 * (4 * 5120 + 3 * 17408) * 4
+    assert parts[0].size_bytes == int((layer + work + layer // 8) * 1.2)
+    assert make_plan(THREE, replace(JOB, is_target_held=False, num_tokens=10**7)).target.parts == parts
+    small = make_report("local", url="local", ram_available_bytes=16 * GIB, threads=8, cpu_flags=("avx2",))
+    assert make_plan([small], replace(JOB, is_target_held=False)).target.memory_fits, "104 GB of weights, 16 of RAM"
 
 
 def test_a_typical_drafter_is_as_large_as_the_published_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dflash_core.errors import TargetError
 from dflash_core.target.head import load_embedding_and_head
@@ -40,11 +41,11 @@ def write(folder: Path, config: dict[str, Any], *files: dict[str, Tensor], index
         (None, True, HEAD),
         (None, False, EMBEDDING),
         (True, False, EMBEDDING),
-        (True, True, EMBEDDING),
+        (True, True, HEAD),
     ],
-    ids=["untied", "not said, with head", "not said, without", "tied", "tied with a stale copy"],
+    ids=["untied", "not said, with head", "not said, without", "tied", "tied, but with another head"],
 )
-def test_the_head_is_the_embedding_where_they_are_tied(
+def test_the_head_is_the_embedding_where_there_is_no_other(
     tmp_path: Path, tied: bool | None, has_head: bool, expected: Tensor
 ) -> None:
     config = {} if tied is None else {"tie_word_embeddings": tied}
@@ -52,6 +53,36 @@ def test_the_head_is_the_embedding_where_they_are_tied(
     found = load_embedding_and_head(write(tmp_path, config, tensors))
     assert torch.equal(found.embedding_VD, EMBEDDING)
     assert torch.equal(found.head_VD, expected)
+
+
+def test_a_head_beside_tied_embeddings_is_used_where_transformers_uses_it(tmp_path: Path) -> None:
+    """transformers ties only what is equal; a fine-tuned head under a forgotten flag is the head."""
+    sizes: dict[str, Any] = {"vocab_size": 6, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = load_embedding_and_head(read_target_folder(tmp_path, name="t"))
+    assert not torch.equal(found.head_VD, found.embedding_VD)
+    assert torch.equal(found.head_VD, theirs.get_output_embeddings().weight)
+    assert torch.equal(found.embedding_VD, theirs.get_input_embeddings().weight)
+
+
+def test_an_untied_familys_missing_head_is_refused_where_the_file_is_silent(tmp_path: Path) -> None:
+    target = write(tmp_path, {"model_type": "llama"}, {"model.embed_tokens.weight": EMBEDDING})
+    with pytest.raises(TargetError, match="not tied \\(default of model_type = llama\\)"):
+        load_embedding_and_head(target)
+
+
+@pytest.mark.parametrize(
+    "config", [{"vocab_size": 7}, {"vocab_size": 5}, {"hidden_size": 8}], ids=["more rows", "fewer rows", "width"]
+)
+def test_a_table_of_another_shape_than_the_config_says_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    target = write(tmp_path, config, {"model.embed_tokens.weight": EMBEDDING})
+    with pytest.raises(TargetError, match=r"embed_tokens.weight has the shape \[6, 4\], the config says"):
+        load_embedding_and_head(target)
 
 
 @pytest.mark.parametrize("index", [False, True], ids=["by their files", "by the index"])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import polars
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from dflash_core.errors import PromptError
 from dflash_core.target.prompts import Prompt, load_prompts
 
+ROOT = Path(__file__).parents[3]
 GOOD = {"id": "a", "prompt": "hello"}
 
 
@@ -70,6 +75,111 @@ class TestReading:
         assert [prompt.messages[0][1] for prompt in load_prompts(path)] == ["x", "y"]
 
 
+class TestConversations:
+    def test_each_turn_is_a_row_that_follows_the_one_before(self, path: Path) -> None:
+        write(path, {"id": "c", "dataset": "mt", "group": "g", "turns": ["a", "b", "c"]}, {"turns": ["d"]})
+        same: dict[str, Any] = {"dataset": "mt", "group": "g"}
+        assert load_prompts(path) == [
+            Prompt(id="c#1", messages=(("user", "a"),), **same),
+            Prompt(id="c#2", messages=(("user", "b"),), follows="c#1", **same),
+            Prompt(id="c#3", messages=(("user", "c"),), follows="c#2", **same),
+            Prompt(id="prompt-2#1", dataset="default", group=None, messages=(("user", "d"),)),
+        ]
+
+    def test_a_system_message_comes_before_the_first_turn_alone(self, path: Path) -> None:
+        write(path, {"system": "be brief", "turns": ["a", "b"]}, {"system": "be kind", "prompt": "c"})
+        assert [prompt.messages for prompt in load_prompts(path)] == [
+            (("system", "be brief"), ("user", "a")),
+            (("user", "b"),),
+            (("system", "be kind"), ("user", "c")),
+        ]
+
+    def test_what_is_given_is_given_for_each_turn(self, path: Path) -> None:
+        write(
+            path,
+            {"turns": ["a", "b"], "response": ["x", "y"], "prompt_ids": [[1], [2, 3]], "reference": ["r", None]},
+            {"prompt": "c", "response_ids": [4, 5], "reference": "s"},
+        )
+        first, second, third = load_prompts(path)
+        assert (first.response, first.prompt_ids, first.reference) == ("x", (1,), "r")
+        assert (second.response, second.prompt_ids, second.reference) == ("y", (2, 3), None)
+        assert (third.response, third.response_ids, third.reference) == (None, (4, 5), "s")
+
+    def test_history_may_hold_answers(self, path: Path) -> None:
+        pairs = (("user", "a"), ("assistant", "b"), ("user", "c"))
+        write(path, {"messages": [{"role": role, "content": content} for role, content in pairs]})
+        assert load_prompts(path)[0].messages == pairs
+
+    def test_an_id_that_looks_like_a_turns_is_taken_once(self, path: Path) -> None:
+        write(path, {"id": "c", "turns": ["a", "b"]}, {"id": "c#2", "prompt": "x"})
+        message = refusal(path)
+        assert "'c#2' occurs more than once" in message
+        assert f"({path}:1, {path}:2)" in message
+
+    def test_empty_values_are_left_out(self, path: Path) -> None:
+        write(path, {"prompt": None, "turns": ["a"], "messages": None, "response": None, "system": None})
+        assert load_prompts(path)[0].messages == (("user", "a"),)
+
+
+class TestPlaces:
+    ROWS: ClassVar[list[dict[str, Any]]] = [
+        {"id": "a", "dataset": "math", "prompt": "1+1", "reference": "2"},
+        {"id": "b", "turns": ["x", "y"], "response_ids": [[1], [2, 3]]},
+        {"id": "c", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    ]
+
+    def test_a_table_is_read_like_lines(self, path: Path, tmp_path: Path) -> None:
+        write(path, *self.ROWS)
+        table = tmp_path / "prompts.parquet"
+        keys = {key for row in self.ROWS for key in row}
+        rows = [{key: row.get(key) for key in sorted(keys)} | {"score": 0.5} for row in self.ROWS]
+        polars.DataFrame(rows, infer_schema_length=None).write_parquet(table)
+        assert load_prompts(table) == load_prompts(path)
+        assert load_prompts(table)[0].where == f"{table}:1"
+
+    def test_a_tables_row_is_named_when_it_is_wrong(self, tmp_path: Path) -> None:
+        table = tmp_path / "prompts.parquet"
+        polars.DataFrame({"prompt": ["x", " "]}).write_parquet(table)
+        assert refusal(table).startswith(f"{table}:2: `prompt` must be a text")
+
+    def test_a_table_that_is_none_is_named(self, tmp_path: Path) -> None:
+        table = tmp_path / "prompts.parquet"
+        table.write_bytes(b"PAR1 and no more")
+        assert str(table) in refusal(table)
+
+    @pytest.mark.parametrize("given", ["", "*.jsonl", "[ab].jsonl"])
+    def test_a_folder_or_pattern_is_all_its_files_in_order(self, tmp_path: Path, given: str) -> None:
+        write(tmp_path / "b.jsonl", {"prompt": "second"}, {"id": "x", "prompt": "third"})
+        write(tmp_path / "a.jsonl", {"prompt": "first"})
+        (tmp_path / "notes.txt").write_text("no prompt")
+        prompts = load_prompts(str(tmp_path / given) if given else tmp_path)
+        assert [(prompt.id, prompt.messages[0][1]) for prompt in prompts] == [
+            ("a-1", "first"),
+            ("b-1", "second"),
+            ("x", "third"),
+        ]
+
+    @pytest.mark.parametrize("given", ["", "*.jsonl"])
+    def test_a_folder_without_prompts_is_refused(self, tmp_path: Path, given: str) -> None:
+        message = refusal(tmp_path / given if given else tmp_path)
+        assert "holds no file that ends in .jsonl or .parquet" in message
+
+    @pytest.mark.parametrize("name", ["prompts.parquet", "prompts.jsonl"])
+    def test_without_a_network_the_hub_is_one_line(self, name: str) -> None:
+        """In a process of its own: polars keeps its connections."""
+        code = (
+            "from dflash_core.errors import PromptError\n"
+            "from dflash_core.target.prompts import load_prompts\n"
+            f"try: load_prompts('hf://datasets/nobody/nothing/{name}')\n"
+            "except PromptError as error: print(error)"
+        )
+        environment = os.environ | {"HTTPS_PROXY": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.stdout.count("\n") == 1, done.stderr
+        assert f"'hf://datasets/nobody/nothing/{name}'" in done.stdout
+        assert "copy it to a local file when off-line" in done.stdout
+
+
 class TestRefusals:
     def test_a_missing_file_names_the_config_key(self, path: Path) -> None:
         assert "set `prompts` in the config" in refusal(path)
@@ -86,8 +196,8 @@ class TestRefusals:
             ("hello", "is not JSON"),
             ("[1]", "must be a JSON object, found list"),
             ('"text"', "must be a JSON object, found str"),
-            ({"id": "x"}, "needs exactly one of `prompt` and `messages`"),
-            ({"prompt": "x", "messages": []}, "needs exactly one of `prompt` and `messages`"),
+            ({"id": "x"}, "needs exactly one of `prompt`, `turns` and `messages`"),
+            ({"prompt": "x", "messages": []}, "needs exactly one of `prompt`, `turns` and `messages`"),
             ({"prompt": ""}, "`prompt` must be a text that is not empty"),
             ({"prompt": " \n"}, "`prompt` must be a text that is not empty"),
             ({"prompt": 5}, "`prompt` must be a text that is not empty"),
@@ -99,9 +209,24 @@ class TestRefusals:
             ({"messages": "hi"}, "must be a list of objects with role and content"),
             ({"messages": 5}, "must be a list of objects with role and content"),
             ({"prompt": "x", "promt": "y"}, "unknown keys ['promt']"),
-            ({"turns": ["a", "b"]}, "not supported yet"),
-            ({"prompt": "x", "response": "y"}, "not supported yet"),
-            ({"prompt_ids": [1], "response_ids": [2]}, "not supported yet"),
+            ({"prompt_ids": [1], "response_ids": [2]}, "needs exactly one of"),
+            ({"turns": ["a"], "prompt": "x"}, "found ['prompt', 'turns']"),
+            ({"turns": []}, "`turns` must be a list of the user's texts"),
+            ({"turns": "a"}, "`turns` must be a list of the user's texts"),
+            ({"turns": ["a", " "]}, "turn 2 of `turns` must be a text that is not empty"),
+            ({"turns": ["a", 5]}, "turn 2 of `turns` must be a text that is not empty"),
+            ({"turns": ["a", "b"], "response": "y"}, "`response` must be a list with one item for each of the 2 turns"),
+            ({"turns": ["a", "b"], "response_ids": [[1]]}, "`response_ids` must be a list with one item"),
+            ({"prompt": "x", "response": ""}, "`response` = '' must be a text that is not empty"),
+            ({"prompt": "x", "response": ["y"]}, "`response` = ['y'] must be a text"),
+            ({"prompt": "x", "reference": 4}, "`reference` = 4 must be a text"),
+            ({"prompt": "x", "response": "y", "response_ids": [1]}, "one of them, for they could contradict"),
+            ({"prompt": "x", "response_ids": []}, "`response_ids` must be a list of token ids"),
+            ({"prompt": "x", "response_ids": [1, True]}, "`response_ids` must be a list of token ids"),
+            ({"prompt": "x", "prompt_ids": [-1]}, "`prompt_ids` must be a list of token ids"),
+            ({"prompt": "x", "prompt_ids": "1 2"}, "`prompt_ids` must be a list of token ids"),
+            ({"messages": [{"role": "user", "content": "x"}], "system": "s"}, "make it the first of the messages"),
+            ({"prompt": "x", "system": ""}, "`system` = '' must be a text"),
             ({"prompt": "x", "id": ["a"]}, "`id` = ['a'] must be a text or a number"),
             ({"prompt": "x", "id": ""}, "`id` = '' must be a text or a number"),
             ({"prompt": "x", "dataset": True}, "`dataset` = True must be a text or a number"),

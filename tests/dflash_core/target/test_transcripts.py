@@ -18,8 +18,10 @@ from dflash_core.store import Store
 from dflash_core.target import runtime, transcripts
 from dflash_core.target.loading import Target, read_target_folder
 from dflash_core.target.prompts import Prompt
+from dflash_core.target.rendering import stop_token_ids_of
 from dflash_core.target.runtime import load_model
 from dflash_core.target.transcripts import (
+    LocalSource,
     RenderedPrompt,
     Rendering,
     Transcript,
@@ -286,7 +288,7 @@ class TestStopTokens:
         (own_target.folder / "generation_config.json").unlink(missing_ok=True)
         if generation is not None:
             (own_target.folder / "generation_config.json").write_text(json.dumps(generation))
-        assert transcripts._stop_token_ids(own_target, load_tokenizer(own_target)) == expected
+        assert stop_token_ids_of(own_target, load_tokenizer(own_target)) == expected
 
     def test_a_target_without_any_is_refused(self, own_target: Target) -> None:
         for name in ("config.json", "tokenizer_config.json"):
@@ -311,7 +313,9 @@ class TestKey:
     HOW: ClassVar[dict[str, Any]] = {"max_new_tokens": 8, "batch_size": 2, "compute_dtype": "float32"}
 
     def key(self, target: Target, rendering: Rendering | None = None, **changes: Any) -> str:
-        return transcripts_key(target, rendering or self.RENDERING, **(self.HOW | changes))
+        how = self.HOW | changes
+        limit = how.pop("max_new_tokens")
+        return transcripts_key(target, rendering or self.RENDERING, LocalSource(**how), max_new_tokens=limit)
 
     def changed(self, **changes: Any) -> Rendering:
         return dataclasses.replace(self.RENDERING, **changes)
@@ -360,12 +364,13 @@ class TestKey:
 
 
 class TestWriting:
-    HOW: ClassVar[dict[str, Any]] = {"max_new_tokens": 8, "batch_size": 2, "compute_dtype": "float32"}
+    HOW: ClassVar[tuple[LocalSource]] = (LocalSource(batch_size=2, compute_dtype="float32"),)
+    LIMIT: ClassVar[dict[str, int]] = {"max_new_tokens": 8}
 
     def test_what_is_read_back_is_what_the_target_wrote(self, one_target: Target, tmp_path: Path) -> None:
         rendering = rendered(one_target, ask(0), ask(1, "w30 w31 w32 w33"), ask(2, "w40"))
         store = Store(tmp_path)
-        artifact = write_transcripts(store, one_target, rendering, **self.HOW)
+        artifact = write_transcripts(store, one_target, rendering, *self.HOW, **self.LIMIT)
         model = load_model(one_target, "float32")
         expected = generate(
             model, rendering.prompts, stop_token_ids=rendering.stop_token_ids, max_new_tokens=8, batch_size=2
@@ -375,13 +380,13 @@ class TestWriting:
         assert artifact.meta["num_transcripts"] == 3
         assert artifact.meta["num_tokens"] == sum(transcript.num_tokens for transcript in expected)
         assert artifact.meta["sampling"] == "greedy"
-        assert artifact.key == transcripts_key(one_target, rendering, **self.HOW)
+        assert artifact.key == transcripts_key(one_target, rendering, *self.HOW, **self.LIMIT)
 
     def test_a_second_time_the_target_does_not_run(self, one_target: Target, tmp_path: Path) -> None:
         rendering = rendered(one_target)
-        first = write_transcripts(Store(tmp_path), one_target, rendering, **self.HOW)
+        first = write_transcripts(Store(tmp_path), one_target, rendering, *self.HOW, **self.LIMIT)
         before = runtime.num_forward_passes
-        second = write_transcripts(Store(tmp_path), one_target, rendering, **self.HOW)
+        second = write_transcripts(Store(tmp_path), one_target, rendering, *self.HOW, **self.LIMIT)
         assert (first.was_built, second.was_built) == (True, False)
         assert runtime.num_forward_passes == before > 0
         assert read_transcripts(second) == read_transcripts(first)

@@ -1,0 +1,49 @@
+"""A tiny target that is served: it ends some answers early, and its stop token is left out of decoded text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dflash_core.store import Artifact, Store
+from dflash_core.target.loading import Target, read_target_folder
+from dflash_core.target.rendering import RenderedPrompt, load_tokenizer
+from dflash_core.target.runtime import load_model
+from dflash_core.target.transcripts import LocalSource, generate, write_transcripts
+from tests.dflash_core.target.servers.served_prompts import MAX_NEW_TOKENS, rendered
+from tests.support import tiny
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("served") / "target"
+    # Not a Qwen: of those transformers' server takes thinking out of the text, by a format that this template lacks.
+    # This seed's greedy texts hold no special token but the stop token: text could not carry another.
+    tiny.write_tiny_target(folder, "llama", seed=3)
+    tiny.add_tokenizer(folder)
+    target = read_target_folder(folder, name="target")
+    model = load_model(target, "float32")
+    prompts = [RenderedPrompt(id=p.id, prompt_ids=p.prompt_ids) for p in rendered(target).prompts]
+    free = generate(model, prompts, stop_token_ids=[], max_new_tokens=MAX_NEW_TOKENS, batch_size=8)
+    # A token that ends an answer in its middle becomes the stop token, and the tokenizer's own end. (A special
+    # token is looked for inside words: one of three digits is no part of another.)
+    stop = next(
+        token
+        for transcript in free
+        for place, token in enumerate(transcript.response_ids)
+        if place >= 3 and token >= 100 and token not in transcript.response_ids[:place]
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    tokenizer = load_tokenizer(target)
+    tokenizer.add_special_tokens({"eos_token": f"w{stop}"})
+    tokenizer.save_pretrained(folder)
+    return read_target_folder(folder, name="target")
+
+
+@pytest.fixture(scope="session")
+def local(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """What the target itself writes."""
+    source = LocalSource(batch_size=8, compute_dtype="float32")
+    store = Store(tmp_path_factory.mktemp("local"))
+    return write_transcripts(store, target, rendered(target), source, max_new_tokens=MAX_NEW_TOKENS)
