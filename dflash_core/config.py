@@ -117,10 +117,18 @@ class DrafterSettings(_Section):
 
     config: PathText | None = None
     """A draft config (JSON) for checkpoints that carry none."""
-    block_size: int | None = Field(default=None, ge=2)
+    block_size: int | None = Field(default=None, ge=1)
     """Slots of a block, the anchor included; None takes the drafter's own. Shorter is allowed, its own number."""
     anchors: Literal["walk", "all"] = "walk"
     """walk drafts only from the anchors that serving would visit; all drafts from every token."""
+    extras: list[Literal["sweep", "recall", "trees", "sampled"]] = []
+    """More numbers of each drafter: shorter blocks, recall at k, draft trees, acceptance at temperatures above 0."""
+    sweep_block_sizes: list[Annotated[int, Field(ge=2)]] | None = None
+    """Block sizes of `sweep`; None takes the powers of two below the drafter's own."""
+    tree_budgets: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[4, 8, 16, 32, 64], min_length=1)
+    """Nodes of the trees of `trees`, the anchor not counted."""
+    temperatures: list[Annotated[float, Field(gt=0, le=10)]] = Field(default=[1.0], min_length=1)
+    """Temperatures of `sampled`."""
 
 
 class Config(_Section):
@@ -135,6 +143,9 @@ class Config(_Section):
     drafter: DrafterSettings = DrafterSettings()
     device: Literal["auto", "cuda", "cpu"] = "auto"
     store: PathText = "~/.cache/dflash-eval"
+    """A local folder, or the ssh://, s3:// or other URL of one that several machines share."""
+    store_mirror: PathText = "~/.cache/dflash-eval/mirror"
+    """Local folder for copies of what lies in a store that is not local."""
     results: PathText = "results/acceptance.duckdb"
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from dflash_core import evaluation, stages
 from dflash_core.acceptance import walk
 from dflash_core.config import Config
+from dflash_core.draft_odds import Odds, read_odds
 from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
 from dflash_core.drafter.head import Head
 from dflash_core.drafter.model import Drafter
 from dflash_core.errors import InputError
-from dflash_core.store import Store
+from dflash_core.store_opening import store_of
 from dflash_core.target import transcripts as written
 
 
@@ -33,6 +34,8 @@ class DraftedBlock:
     """The target's own token after the accepted ones; None where the transcript ends before it."""
     confidences: tuple[float, ...] = ()
     """Chance of acceptance that DSpark's confidence head gives each draft; empty where the drafter has none."""
+    odds: Odds | None = None
+    """The drafter's own probabilities of its drafts, and of the target's token at the first miss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +62,7 @@ def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> Draf
     """
     inspection = evaluation.inspect(checkpoint, config)
     plan = stages.plan_target(config)
-    store = Store(config.store)
+    store = store_of(config)
     written_artifact = store.find(written.KIND, plan.transcripts_key)
     weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection, config))
     if written_artifact is None or weights is None:
@@ -123,6 +126,7 @@ def _walk(
         judged = torch.tensor([draft[: len(reference)]]), torch.tensor([reference])
         num_accepted = int(walk.count_accepted_drafts(*judged)) if drafted else 0
         emitted = walk.num_emitted(index, len(response), num_accepted)
+        missed = reference[num_accepted] if num_accepted < len(reference) else None
         texts = [tokenizer.decode([token]) for token in draft]
         blocks.append(
             DraftedBlock(
@@ -132,6 +136,7 @@ def _walk(
                 rejected=tuple(texts[num_accepted:]),
                 bonus=tokenizer.decode([response[index + emitted]]) if emitted > num_accepted else None,
                 confidences=() if confidence_1P is None else tuple(confidence_1P[0].tolist()),
+                odds=read_odds(head, hidden_PD, before_1P, draft, missed, num_accepted),
             )
         )
         index += emitted

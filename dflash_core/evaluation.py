@@ -10,7 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars
 
@@ -18,8 +18,8 @@ from dflash_core import stages
 from dflash_core.acceptance import walk
 from dflash_core.checkpoints import CheckpointInspection, inspect_checkpoint
 from dflash_core.config import Config
-from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
+from dflash_core.drafter.extra_choice import choose_extras
 from dflash_core.drafter.scorable import require_scorable
 from dflash_core.drafter.spec import ROW_ALIGNMENTS, DrafterSpec, target_layer_ids
 from dflash_core.drafter_reading import read_drafter, read_json
@@ -31,11 +31,14 @@ from dflash_core.errors import (
     UnsupportedCheckpoint,
     one_line,
 )
+from dflash_core.extras import read_extras
 from dflash_core.results.records import CheckpointRecord, EvaluationRecord, PromptRecord
 from dflash_core.stages import Manifest, TargetPlan
-from dflash_core.store import Store, digest
+from dflash_core.store import digest
+from dflash_core.store_opening import store_of
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
+from dflash_core.target.agreement import TIE_MARGIN
 from dflash_core.target.model_config import ModelConfig
 
 CONFIDENCE_RULE = "the confidence head ends no draft: all that a block drafts is judged"
@@ -91,8 +94,10 @@ def evaluation_spec(
 ) -> dict[str, Any]:
     """Return everything that decides the numbers, as plain data: the identity of an evaluation.
 
+    `extras` stands in it only where more numbers are wanted; they decide none of the others.
+
     Args:
-        config: block size, anchors and device.
+        config: block size, anchors, device and extras.
         plan: the target and its dtypes.
         transcripts: meta of the transcripts' artifact.
         drafter: facts of the drafter.
@@ -103,14 +108,18 @@ def evaluation_spec(
         DoesNotFit: the drafter does not fit the configured device.
     """
     placement = place_drafter(config.device, drafter)
-    confidence = {"confidence_rule": CONFIDENCE_RULE} if drafter.has_confidence_head else {}
-    return confidence | {
+    block_size = config.drafter.block_size or drafter.block_size
+    extras = choose_extras(config.drafter, block_size=block_size, proposal_rule=drafter.proposal_rule)
+    optional: dict[str, Any] = {"extras": extras} if extras else {}
+    if drafter.has_confidence_head:
+        optional["confidence_rule"] = CONFIDENCE_RULE
+    return optional | {
         "metrics_version": walk.METRICS_VERSION,
         "extraction_version": hidden.EXTRACTION_VERSION,
         "transcripts_version": written.TRANSCRIPTS_VERSION,
         "target": plan.target.name,
         "target_identity": plan.target.identity,
-        "transcripts_digest": _labelled_digest(plan, transcripts["digest"]),
+        "transcripts_digest": labelled_digest(plan, transcripts["digest"]),
         "tokens_digest": transcripts["digest"],
         # Of this plan, not of the artifact: one text may be rendered under several templates and flags.
         "chat_template_digest": plan.rendering.template_digest,
@@ -122,28 +131,29 @@ def evaluation_spec(
         "store_dtype": plan.store_dtype,
         "drafter": drafter.identity(),
         "weights_sha256": weights_sha256,
-        "block_size": config.drafter.block_size or drafter.block_size,
+        "block_size": block_size,
         "anchors": config.drafter.anchors,
         "device": placement.device.type,
         "drafter_dtype": str(placement.dtype).removeprefix("torch."),
         "row_alignment": ROW_ALIGNMENTS[drafter.row_alignment],
         "verification_rule": walk.VERIFICATION_RULE,
         "counting_rule": walk.counting_rule(drafter.row_alignment),
-        "tie_margin": scoring.TIE_MARGIN,
+        "tie_margin": TIE_MARGIN,
     }
 
 
-def _labelled_digest(plan: TargetPlan, tokens_digest: str) -> str:
-    """Digest the transcripts with their datasets and groups: other labels make other rows."""
+def labelled_digest(plan: TargetPlan, tokens_digest: str) -> str:
+    """Return the digest of transcripts with their datasets and groups: other labels make other rows."""
     return digest(tokens_digest, [[prompt.id, prompt.dataset, prompt.group] for prompt in plan.prompts])
 
 
 def evaluation_id(spec: Mapping[str, Any], checkpoint_id: str) -> str:
     """Return the identity of one evaluation: the checkpoint and everything that decides its numbers.
 
-    The target's name decides nothing: `target_identity` is what its files hold.
+    The target's name decides nothing: `target_identity` is what its files hold. Extras stand beside the numbers.
     """
-    return digest("evaluation", checkpoint_id, {name: value for name, value in spec.items() if name != "target"})
+    deciding = {name: value for name, value in spec.items() if name not in ("target", "extras")}
+    return digest("evaluation", checkpoint_id, deciding)
 
 
 def checkpoint_record(inspection: CheckpointInspection, weights_sha256: str | None) -> CheckpointRecord:
@@ -178,19 +188,25 @@ def done_record(
 
     `warnings` are what a person should know of this checkpoint before trusting its numbers.
     """
-    store = Store(config.store)
+    store = store_of(config)
     artifact = store.find(stages.BLOCKS_KIND, blocks["key"])
     if artifact is None:
-        raise ArtifactDamaged(f"the scored blocks vanished from the store {store.root}; evaluate again")
+        raise ArtifactDamaged(f"the scored blocks vanished from the store {store}; evaluate again")
     plan = stages.plan_target(config)
     return EvaluationRecord(
         evaluation_id=evaluation_id(spec, checkpoint.checkpoint_id),
         checkpoint=checkpoint,
         status="done",
         error=None,
-        spec={**spec, "packages": environment(), "warnings": list(warnings)},
+        spec={
+            **spec,
+            "packages": environment(),
+            "warnings": [*warnings, *spec.get("extras", {}).get("left_out", [])],
+        },
         target=str(spec["target"]),
         block_size=int(spec["block_size"]),
+        # The identity leaves out the alignment that is z-lab's.
+        num_drafts=walk.num_drafts(int(spec["block_size"]), spec["drafter"].get("row_alignment", "same_position")),
         device=artifact.meta["device"],
         dtype=artifact.meta["dtype"],
         transcripts_digest=str(spec["transcripts_digest"]),
@@ -200,6 +216,7 @@ def done_record(
         bytes_read=bytes_read,
         prompts=_prompt_records(plan, stages.read_transcripts(config, plan)),
         blocks=polars.read_parquet(artifact.file(stages.BLOCKS_NAME)),
+        extras=read_extras(artifact),
     )
 
 
@@ -238,12 +255,20 @@ def vanished(inspection: CheckpointInspection) -> CheckpointVanished:
     )
 
 
-def known_evaluation_id(config: Config, inspection: CheckpointInspection) -> str | None:
-    """Return the identity that an evaluation of this checkpoint would have, if the store can tell.
+class Known(NamedTuple):
+    """What an evaluation of a checkpoint would be called and hold."""
+
+    evaluation_id: str
+    extras: dict[str, Any]
+    """`extras` of its spec; empty where none are wanted."""
+
+
+def known_evaluation(config: Config, inspection: CheckpointInspection) -> Known | None:
+    """Return what an evaluation of this checkpoint would be, if the store can tell.
 
     Nothing is streamed or computed: None where the transcripts or the drafter are not in the store.
     """
-    store = Store(config.store)
+    store = store_of(config)
     weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection, config))
     plan = stages.plan_target(config) if weights is not None else None
     transcripts = store.find(written.KIND, plan.transcripts_key) if plan is not None else None
@@ -252,7 +277,14 @@ def known_evaluation_id(config: Config, inspection: CheckpointInspection) -> str
     drafter = read_spec(inspection, config, plan.target.config)
     sha256 = weights.meta["weights_sha256"]
     spec = evaluation_spec(config, plan, transcripts.meta, drafter, sha256)
-    return evaluation_id(spec, checkpoint_record(inspection, sha256).checkpoint_id)
+    identity = evaluation_id(spec, checkpoint_record(inspection, sha256).checkpoint_id)
+    return Known(identity, spec.get("extras", {}))
+
+
+def known_evaluation_id(config: Config, inspection: CheckpointInspection) -> str | None:
+    """Return the identity that an evaluation of this checkpoint would have, if the store can tell."""
+    known = known_evaluation(config, inspection)
+    return None if known is None else known.evaluation_id
 
 
 def environment() -> dict[str, str]:

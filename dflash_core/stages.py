@@ -22,12 +22,15 @@ from dflash_core import progress
 from dflash_core.checkpoints import CheckpointInspection, stream_checkpoint
 from dflash_core.config import Config
 from dflash_core.drafter import scoring
+from dflash_core.drafter.extra_metrics import ExtraMetrics
 from dflash_core.drafter.head import Head, make_head
 from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.spec import DrafterSpec
 from dflash_core.errors import ArtifactDamaged, UnsupportedCheckpoint
+from dflash_core.extras import make_extra_metrics, write_extras
 from dflash_core.results.records import BLOCK_SCHEMA
-from dflash_core.store import Artifact, Store, digest
+from dflash_core.store import Artifact, digest
+from dflash_core.store_opening import store_of
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
 from dflash_core.target.given import FileSource
@@ -71,7 +74,7 @@ def plan_target(config: Config) -> TargetPlan:
         ConfigError: the continuations are to come from a server without an address.
     """
     prompts = load_prompts(config.prompts)
-    target = resolve_target(config.target.model, Store(config.store))
+    target = resolve_target(config.target.model, store_of(config))
     compute_dtype = cpu_dtype(config.target.compute_dtype, target)
     store_dtype = config.target.store_dtype
     if store_dtype == "auto" and config.target.compute_dtype == "float32":
@@ -105,7 +108,7 @@ def write_transcripts(config: Config) -> Manifest:
     """Have every prompt continued by the target, here or served, or find what was written before."""
     plan = plan_target(config)
     artifact = written.write_transcripts(
-        Store(config.store),
+        store_of(config),
         plan.target,
         plan.rendering,
         _source(config, plan.prompts, plan.compute_dtype),
@@ -119,7 +122,7 @@ def drafter_key(inspection: CheckpointInspection, config: Config) -> str:
 
     Which embedding and head are the drafter's own depends on the target, where the checkpoint holds some.
     """
-    target = resolve_target(config.target.model, Store(config.store)).identity if inspection.has_tables else None
+    target = resolve_target(config.target.model, store_of(config)).identity if inspection.has_tables else None
     return digest(DRAFTER_KIND, STREAMING_VERSION, inspection.ref.identity, target)
 
 
@@ -134,7 +137,7 @@ def stream_drafter(checkpoint: str, config: Config, identity: str, key: str) -> 
         identity: what the checkpoint's index said; a checkpoint that changed since is an error.
         key: what `drafter_key` said.
     """
-    store = Store(config.store)
+    store = store_of(config)
     target = resolve_target(config.target.model, store)
 
     def write(folder: Path) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def find_states(
         layers: 0-based decoder layers.
     """
     return hidden.find_hidden_states(
-        Store(config.store),
+        store_of(config),
         plan.target,
         transcripts,
         layers,
@@ -195,12 +198,12 @@ def find_states(
 
 def has_transcripts(config: Config, plan: TargetPlan) -> bool:
     """Tell whether the store holds the transcripts, so that the target need not write them."""
-    return Store(config.store).find(written.KIND, plan.transcripts_key) is not None
+    return store_of(config).find(written.KIND, plan.transcripts_key) is not None
 
 
 def is_prepared(config: Config, plan: TargetPlan, layers: tuple[int, ...]) -> bool:
     """Tell whether the store holds all that scoring needs of the target, so that it need not run."""
-    transcripts = Store(config.store).find(written.KIND, plan.transcripts_key)
+    transcripts = store_of(config).find(written.KIND, plan.transcripts_key)
     return transcripts is not None and find_states(config, plan, transcripts.meta["digest"], layers) is not None
 
 
@@ -210,7 +213,7 @@ def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
     transcripts = read_transcripts(config, plan)
     with using_threads(host_threads()):
         states = hidden.extract_hidden_states(
-            Store(config.store),
+            store_of(config),
             plan.target,
             transcripts,
             layers,
@@ -246,7 +249,7 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
         ArtifactDamaged: an earlier stage's artifact is no longer in the store; run the flow again.
         UnsupportedCheckpoint: the weights hold NaN or infinity.
     """
-    store = Store(config.store)
+    store = store_of(config)
 
     def write(folder: Path) -> dict[str, Any]:
         plan = plan_target(config)
@@ -254,9 +257,9 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
         states = find_states(config, plan, written.transcripts_digest(transcripts), drafter.target_layer_ids)
         weights = store.find(DRAFTER_KIND, drafter_artifact_key)
         if states is None or weights is None:
-            raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store.root}; evaluate again")
+            raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store}; evaluate again")
         with store.reading(weights, states.final, states.choices, *states.layers.values()):
-            rows = _score(plan, transcripts, states, weights, drafter, spec)
+            rows, extras = _score(plan, transcripts, states, weights, drafter, spec)
         frame = polars.DataFrame(rows, schema=BLOCK_SCHEMA)
         frame.write_parquet(folder / BLOCKS_NAME)
         return {
@@ -266,6 +269,7 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
             "target": plan.target.name,
             "transcripts": spec["tokens_digest"],
             "weights_sha256": spec["weights_sha256"],
+            "extras": write_extras(folder, extras),
         }
 
     return _manifest(store.build(BLOCKS_KIND, blocks_key(spec), write))
@@ -278,7 +282,8 @@ def _score(
     weights: Artifact,
     drafter: DrafterSpec,
     spec: Mapping[str, Any],
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], ExtraMetrics | None]:
+    """Return the rows of blocks, and what counted the extras, where some are wanted."""
     device, dtype = torch.device(spec["device"]), DTYPES[spec["drafter_dtype"]]
     model, head = load_drafter(plan, weights, drafter, device=device, dtype=dtype)
     layers = [states.load_layer(layer) for layer in drafter.target_layer_ids]
@@ -288,7 +293,10 @@ def _score(
     def features_of(index: int) -> torch.Tensor:
         return torch.cat([layer[starts[index] : ends[index]] for layer in layers], dim=-1)
 
-    return scoring.score_transcripts(
+    has_own_head = "lm_head.weight" in weights.meta["own_tables"]
+    extras = make_extra_metrics(plan.target, head, spec, has_own_head=has_own_head)
+    final_TD = states.load_final()
+    rows = scoring.score_transcripts(
         model,
         head,
         transcripts,
@@ -297,7 +305,10 @@ def _score(
         block_size=spec["block_size"],
         max_new_tokens=spec["max_new_tokens"],
         anchors=spec["anchors"],
+        extras=extras,
+        final_of=lambda index: final_TD[starts[index] : ends[index]],
     )
+    return rows, extras
 
 
 def load_drafter(
@@ -340,10 +351,10 @@ def read_transcripts(config: Config, plan: TargetPlan) -> list[written.Transcrip
     Raises:
         ArtifactDamaged: they are not in the store.
     """
-    store = Store(config.store)
+    store = store_of(config)
     artifact = store.find(written.KIND, plan.transcripts_key)
     if artifact is None:
-        raise ArtifactDamaged(f"the transcripts vanished from the store {store.root}; evaluate again")
+        raise ArtifactDamaged(f"the transcripts vanished from the store {store}; evaluate again")
     return written.read_transcripts(artifact)
 
 

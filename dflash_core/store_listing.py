@@ -16,10 +16,12 @@ from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from dflash_core.store import MANIFEST_NAME, Store, lock_of_unfinished
+from dflash_core.store_remote import RemoteStore
 
-_NOT_KINDS = frozenset({"unfinished", "locks"})
-_KEY = re.compile(r"[0-9a-f]{32}")
-_TEMPORARY = re.compile(r"\.(?P<key>.+)\.[0-9a-f]{8}\.tmp")
+NOT_KINDS = frozenset({"unfinished", "locks", "due"})
+"""Folders of a store that hold no artifacts."""
+KEY = re.compile(r"[0-9a-f]{32}")
+TEMPORARY = re.compile(r"\.(?P<key>.+)\.[0-9a-f]{8}\.tmp")
 
 
 class CheckpointName(NamedTuple):
@@ -53,6 +55,8 @@ class StoredArtifact:
     detail: str | None
     """Which part of a whole it is: a layer, the file that was converted, ..."""
     checkpoint: CheckpointName | None = None
+    is_mirrored: bool | None = None
+    """Is there a copy in this machine's mirror? None in a store that is local."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,8 @@ class LeftOver:
     path: Path
     size_bytes: int
     last_used: float
+    place: str | None = None
+    """Where it lies in a remote store; None in one that is local."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +82,8 @@ class Listing:
     artifacts: tuple[StoredArtifact, ...] = ()
     """By kind, the least recently used first."""
     left_overs: tuple[LeftOver, ...] = ()
+    url: str | None = None
+    """Of a store that is not local; `root` is its mirror."""
 
     @property
     def size_bytes(self) -> int:
@@ -87,11 +95,19 @@ def list_store(store: Store, names: Mapping[str, CheckpointName] | None = None) 
     """Return what lies in a store; one that does not exist is empty.
 
     Args:
-        store: to look into.
+        store: to look into; of a remote one, what lies there and not in its mirror.
         names: of checkpoints, by their drafter's `weights_sha256` or `identity`, as the results know them.
+
+    Raises:
+        HostError: a remote store cannot be reached.
     """
     names = names or {}
-    found = list(_artifacts(store))
+    if isinstance(store, RemoteStore):
+        from dflash_core.store_remote_listing import list_remote
+
+        found, left_overs = list_remote(store)
+    else:
+        found, left_overs = list(_artifacts(store)), list(_left_overs(store))
     # Parts of hidden states may name no target; their transcripts do.
     targets: dict[str | None, str] = {one.transcripts: one.target for one, _ in found if one.transcripts and one.target}
     artifacts = []
@@ -102,7 +118,8 @@ def list_store(store: Store, names: Mapping[str, CheckpointName] | None = None) 
         target = one.target or targets.get(one.transcripts)
         artifacts.append(replace(one, target=target, checkpoint=name))
     artifacts.sort(key=lambda one: (one.kind, one.last_used, one.key))
-    return Listing(root=store.root, artifacts=tuple(artifacts), left_overs=tuple(_left_overs(store)))
+    url = store.url if isinstance(store, RemoteStore) else None
+    return Listing(root=store.root, artifacts=tuple(artifacts), left_overs=tuple(left_overs), url=url)
 
 
 def _own_name(meta: Mapping[str, Any]) -> CheckpointName | None:
@@ -113,7 +130,7 @@ def _own_name(meta: Mapping[str, Any]) -> CheckpointName | None:
 def _kinds(store: Store) -> Iterator[Path]:
     with suppress(OSError):
         for folder in sorted(store.root.iterdir()):
-            if folder.is_dir() and folder.name not in _NOT_KINDS and not folder.name.startswith("."):
+            if folder.is_dir() and folder.name not in NOT_KINDS and not folder.name.startswith("."):
                 yield folder
 
 
@@ -121,7 +138,7 @@ def _artifacts(store: Store) -> Iterator[tuple[StoredArtifact, Mapping[str, Any]
     for kind in _kinds(store):
         for folder in sorted(kind.iterdir()):
             # Other programs may keep folders beside ours; without a manifest only a key's name tells.
-            is_ours = (folder / MANIFEST_NAME).exists() or _KEY.fullmatch(folder.name)
+            is_ours = (folder / MANIFEST_NAME).exists() or KEY.fullmatch(folder.name)
             if folder.is_dir() and is_ours and not folder.name.startswith("."):
                 manifest = _manifest(folder)
                 with suppress(FileNotFoundError):  # it was just removed
@@ -130,23 +147,56 @@ def _artifacts(store: Store) -> Iterator[tuple[StoredArtifact, Mapping[str, Any]
 
 def _manifest(folder: Path) -> Mapping[str, Any]:
     try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return manifest_of((folder / MANIFEST_NAME).read_bytes())
+    except OSError:
+        return {}
+
+
+def manifest_of(text: bytes | None) -> Mapping[str, Any]:
+    """Return what a manifest says, or nothing where it is none."""
+    try:
+        manifest = json.loads(text or b"")
+    except ValueError:
         return {}
     return manifest if isinstance(manifest, dict) else {}
 
 
 def _artifact(kind: str, folder: Path, manifest: Mapping[str, Any]) -> StoredArtifact:
-    meta = manifest.get("meta")
-    is_damaged = not isinstance(meta, Mapping) or not _sizes_fit(folder, manifest)
-    meta = meta if isinstance(meta, Mapping) else {}
     used = folder / MANIFEST_NAME
+    return described(
+        kind,
+        folder.name,
+        folder,
+        manifest,
+        size=folder_bytes(folder),
+        last_used=(used if used.exists() else folder).stat().st_mtime,
+        sizes_fit=_sizes_fit(folder, manifest),
+    )
+
+
+def described(
+    kind: str, key: str, path: Path, manifest: Mapping[str, Any], *, size: int, last_used: float, sizes_fit: bool
+) -> StoredArtifact:
+    """Return an artifact as its manifest describes it.
+
+    Args:
+        kind: the stage that made it.
+        key: its key.
+        path: where it lies on this machine.
+        manifest: empty where it cannot be read.
+        size: bytes of all its files.
+        last_used: seconds since 1970.
+        sizes_fit: do the files have the sizes of the manifest?
+    """
+    meta = manifest.get("meta")
+    is_damaged = not isinstance(meta, Mapping) or not sizes_fit
+    meta = meta if isinstance(meta, Mapping) else {}
     return StoredArtifact(
         kind=kind,
-        key=folder.name,
-        path=folder,
-        size_bytes=folder_bytes(folder),
-        last_used=(used if used.exists() else folder).stat().st_mtime,
+        key=key,
+        path=path,
+        size_bytes=size,
+        last_used=last_used,
         # A stage that knows better what it costs to make this one part of a whole says so in its meta.
         seconds=_number(meta.get("seconds", manifest.get("seconds"))),
         bytes_read=meta["bytes_read"] if isinstance(meta.get("bytes_read"), int) else None,
@@ -191,7 +241,7 @@ def _left_overs(store: Store) -> Iterator[LeftOver]:
                 yield _left_over("unfinished", kind, key, folder)
     for kind_folder in _kinds(store):
         for folder in sorted(kind_folder.glob(".*.tmp")):
-            named = _TEMPORARY.fullmatch(folder.name)
+            named = TEMPORARY.fullmatch(folder.name)
             if named is not None and folder.is_dir():
                 yield _left_over("temporary", kind_folder.name, named["key"], folder)
 

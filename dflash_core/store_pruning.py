@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from dflash_core.errors import HostUnreachable
 from dflash_core.store import MANIFEST_NAME, Store, lock_of_unfinished
-from dflash_core.store_listing import LeftOver, Listing, StoredArtifact
+from dflash_core.store_listing import LeftOver, Listing, StoredArtifact, list_store
+from dflash_core.store_remote import RemoteStore
+from dflash_core.store_remote_listing import is_used_since, remove_remote
 
 Item = StoredArtifact | LeftOver
 
@@ -152,6 +155,9 @@ def prune(store: Store, plan: PrunePlan, *, on_removed: Callable[[Item], None] =
         store: that the plan was made for.
         plan: what to remove.
         on_removed: called after each.
+
+    Raises:
+        HostUnreachable: a remote store does not answer.
     """
     removed: list[Item] = []
     in_use: list[Item] = []
@@ -160,13 +166,15 @@ def prune(store: Store, plan: PrunePlan, *, on_removed: Callable[[Item], None] =
     for item in items:
         try:
             with store.lock(item.kind, item.key, wait=False):
-                if _was_used_since(item):
+                if _was_used_since(store, item):
                     in_use.append(item)
                 elif _remove(store, item):
                     removed.append(item)
                     on_removed(item)
         except BlockingIOError:
             in_use.append(item)
+        except HostUnreachable:
+            raise
         except OSError as error:
             failed.append((item, error.strerror or str(error)))
     return Pruned(
@@ -174,8 +182,10 @@ def prune(store: Store, plan: PrunePlan, *, on_removed: Callable[[Item], None] =
     )
 
 
-def _was_used_since(item: Item) -> bool:
+def _was_used_since(store: Store, item: Item) -> bool:
     """Return whether an artifact was found or built after it was listed."""
+    if isinstance(store, RemoteStore):
+        return isinstance(item, StoredArtifact) and is_used_since(store, item)
     manifest = item.path / MANIFEST_NAME
     return isinstance(item, StoredArtifact) and manifest.exists() and manifest.stat().st_mtime > item.last_used
 
@@ -183,16 +193,29 @@ def _was_used_since(item: Item) -> bool:
 def _remove(store: Store, item: Item) -> bool:
     """Remove a folder whose lock is ours; False where it is gone: pruned by another, or finished by its builder.
 
-    It is renamed to a builder's temporary folder: what a killed pruner leaves is cleaned up like one.
+    It is renamed to a builder's temporary folder: what a killed pruner leaves is cleaned up like one. Of a remote
+    store, the copy in the mirror goes too.
     """
+    is_removed = False
+    if isinstance(store, RemoteStore):
+        is_removed = remove_remote(store, item)
+        if isinstance(item, LeftOver):
+            return is_removed
     hidden = store.folder(item.kind, f".{item.key}.{uuid.uuid4().hex[:8]}.tmp")
     hidden.parent.mkdir(parents=True, exist_ok=True)
     try:
         item.path.rename(hidden)
     except FileNotFoundError:
-        return False
+        return is_removed
     shutil.rmtree(hidden)
     return True
+
+
+def plan_mirror_pruning(store: RemoteStore) -> PrunePlan:
+    """Choose all copies in a mirror, but what still has to go to the store."""
+    listing = list_store(store.mirror)
+    kept = [one for one in listing.artifacts if not store.is_due(one.kind, one.key)]
+    return PrunePlan(artifacts=tuple(kept), left_overs=listing.left_overs)
 
 
 def _remove_idle_locks(store: Store) -> int:

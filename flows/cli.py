@@ -45,27 +45,62 @@ def build_parser() -> argparse.ArgumentParser:
     _add_conditions(evaluate)
     evaluate.add_argument("--blocks", action="store_true", help="add the tokens emitted per verification step")
     watch = add("watch", "Score each checkpoint of a run that becomes ready")
-    watch.add_argument("run_url", metavar="RUN_URL")
-    watch.add_argument("--once", action="store_true", help="score what is ready now and end")
-    watch.add_argument(
-        "--every", type=float, default=10.0, metavar="S", help="pause between looks (default: %(default)s)"
-    )
+    _add_watch(watch)
     _add_conditions(watch)
-    compare = add("compare", "Paired differences between checkpoints, with intervals")
-    compare.add_argument("selectors", metavar="CHECKPOINT", nargs="*", help="step, run:step, address or evaluation id")
-    compare.add_argument("--baseline", metavar="R", help="what to compare with")
-    compare.add_argument("--fail-below", type=float, metavar="T", help="exit with 1 when the gate is missed")
-    show = add("show", "The drafts themselves, accepted and rejected, token by token")
-    show.add_argument("checkpoint", metavar="CHECKPOINT")
-    show.add_argument("prompt", metavar="PROMPT", nargs="?", help="id of a prompt (default: the first)")
-    _add_conditions(show)
-    sql = add("sql", "Query the results, read-only")
-    sql.add_argument("statement", metavar="SQL")
+    up = add("up", "Start Prefect's server, a worker per pool and a watch on this machine; what runs stays")
+    up.add_argument("run_url", metavar="RUN_URL", nargs="?", help="watch this run, too")
+    up.add_argument("--port", type=int, metavar="N", help="of the server (default: 4200)")
+    down = add("down", "End what `up` started")
+    for service in (up, down):
+        service.add_argument(
+            "--state", metavar="DIR", help="folder of their state (default: ~/.local/state/dflash-eval)"
+        )
+    _add_compare(add("compare", "Paired differences between checkpoints, with intervals"))
+    _add_show(add("show", "The drafts themselves, accepted and rejected, token by token"))
+    _add_sql(add("sql", "Query the results, read-only"))
     report = add("report", "One self-contained HTML file")
     report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html beside the database)")
     text = "What the store holds, and making room in it"
     _add_store(commands.add_parser("store", help=text, description=text), common)
     return parser
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument(
+        "selectors", metavar="CHECKPOINT", nargs="*", help="step, run:step, best, latest, address or evaluation id"
+    )
+    compare.add_argument("--baseline", metavar="R", help="what to compare with")
+    compare.add_argument("--block-size", type=int, metavar="K", help="evaluations of this block size")
+    compare.add_argument("--by", choices=["dataset", "group"], help="the same for each dataset or group of prompts")
+    compare.add_argument(
+        "--fail-below", metavar="T", help="exit with 1 where a checkpoint is worse by more: -0.05 (tokens) or -2%%"
+    )
+    compare.add_argument(
+        "--detect",
+        type=float,
+        default=0.1,
+        metavar="D",
+        help="tell how many prompts would show D (default: %(default)s)",
+    )
+
+
+def _add_show(show: argparse.ArgumentParser) -> None:
+    show.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="address, or step, run:step, best, latest of the results"
+    )
+    show.add_argument("prompt", metavar="PROMPT", nargs="?", help="id of a prompt (default: the first)")
+    show.add_argument("--against", metavar="B", help="a second checkpoint, side by side")
+    show.add_argument("--probabilities", action="store_true", help="the drafter's probabilities and ranks too")
+    _add_conditions(show)
+
+
+def _add_sql(sql: argparse.ArgumentParser) -> None:
+    sql.add_argument("statement", metavar="SQL")
+    sql.add_argument("--csv", action="store_true", help="CSV on standard output")
+    sql.add_argument("--parquet", metavar="FILE", help="write the rows to a Parquet file")
+    sql.add_argument(
+        "--limit", type=int, default=200, metavar="N", help="show people N rows, 0: all (default: %(default)s)"
+    )
 
 
 def _add_store(store: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -87,10 +122,41 @@ def _add_store(store: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     prune.add_argument(
         "--keep-bytes", metavar="SIZE", help="the least recently used, until the store takes no more, such as 50GB"
     )
+    prune.add_argument("--mirror", action="store_true", help="only this machine's copies of a store that is not local")
     prune.add_argument(
         "--dry-run", action="store_true", help="only show what would go, and what it costs to make again"
     )
     prune.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_watch(watch: argparse.ArgumentParser) -> None:
+    watch.add_argument("run_url", metavar="RUN_URL")
+    watch.add_argument("--once", action="store_true", help="score what is ready now and end")
+    watch.add_argument(
+        "--every", type=float, default=10.0, metavar="S", help="pause between looks, in seconds (default: %(default)s)"
+    )
+    watch.add_argument(
+        "--every-idle", type=float, metavar="S", help="what the pause grows to while nothing changes (default: 120)"
+    )
+    watch.add_argument(
+        "--each", type=int, default=1, metavar="N", help="only each Nth checkpoint, in the order of steps"
+    )
+    watch.add_argument("--multiple-of", type=int, default=1, metavar="M", help="only steps that are a multiple of M")
+    watch.add_argument("--from-step", type=int, metavar="STEP", help="only this step and later ones")
+    watch.add_argument(
+        "--match", action="append", default=[], metavar="GLOB", help="only names that match (may be repeated)"
+    )
+    watch.add_argument(
+        "--max-backlog", type=int, metavar="N", help="where more than N wait to be scored, skip those after the first N"
+    )
+    watch.add_argument(
+        "--order", choices=["oldest", "newest"], default="oldest", help="which step goes first (default: %(default)s)"
+    )
+    watch.add_argument(
+        "--deployment",
+        metavar="NAME",
+        help="have a Prefect deployment score them, such as evaluate-checkpoint/evaluate-checkpoint",
+    )
 
 
 def _add_conditions(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +166,7 @@ def _add_conditions(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = build_parser().parse_args(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     # Before torch is loaded: threads that wait by spinning made scoring 5 to 8 times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
@@ -122,6 +188,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(text, 1, options)
 
 
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line, with two things that argparse cannot: `--fail-below -2%` and a PROMPT behind options."""
+    words = list(arguments)
+    for place in range(len(words) - 1):
+        if words[place] == "--fail-below":
+            words[place : place + 2] = [f"--fail-below={words[place + 1]}"]
+            break
+    parser = build_parser()
+    options, left = parser.parse_known_args(words)
+    if left and options.command == "show" and options.prompt is None and not left[0].startswith("-"):
+        options.prompt = left.pop(0)
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    return options
+
+
 def _fail(text: str, status: int, options: argparse.Namespace) -> int:
     print(f"{PROGRAM}: {text}", file=sys.stderr)
     if options.json:
@@ -140,6 +222,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         "prepare": commands.prepare,
         "evaluate": commands.evaluate,
         "watch": commands.watch,
+        "up": commands.up,
+        "down": commands.down,
         "compare": commands.compare,
         "show": commands.show,
         "sql": commands.sql,

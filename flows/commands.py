@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_core.config import Config, load_config, with_overrides
-from dflash_core.errors import DFlashEvalError, InputError, UnsupportedCheckpoint, one_line
+from dflash_core.errors import DFlashEvalError, UnsupportedCheckpoint, one_line
 from flows import screen
 
 if TYPE_CHECKING:
     from dflash_core.hosts.report import HostReport
-    from dflash_core.results.compare import Comparison
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -119,80 +116,70 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Score each checkpoint of a run as it becomes ready."""
-    from flows.watching import Watch, WatchEvent
+    """Score each checkpoint of a run as it becomes ready; see `flows/watch_command.py`."""
+    from flows import watch_command
 
-    if options.every <= 0:
-        raise InputError(f"--every {options.every:g} must be a number of seconds above 0")
     config = with_overrides(load_config(options.config), block_size=options.block_size, device=options.device)
-
-    def tell(event: WatchEvent) -> None:
-        outcome = "" if event.result is None else screen.tau_text(event.result["datasets"]["all"])
-        screen.say(
-            f"{time.strftime('%H:%M:%S')} {event.kind:8} {event.name}  {event.message}{outcome and 'tau ' + outcome}"
-        )
-
     with _Scorer(config, options) as score:
-        watching = Watch(run_url=options.run_url, config=config, evaluate=score.run_flow, tell=tell)
-        try:
-            watching.run(once=options.once, every_s=options.every)
-        except KeyboardInterrupt:
-            screen.say("watch ended; what was scored is in the results")
+        watching = watch_command.run_watch(config, options, score.run_flow)
     if options.json:
-        failed = [_without_numbers(name, text, "failed") for name, text in watching.failures.items()]
-        vanished = [_without_numbers(name, text, "vanished") for name, text in watching.vanished.items()]
-        screen.print_json(watching.results + failed + vanished)
+        ended = {"failed": watching.failures, "vanished": watching.vanished, "skipped": watching.skipped}
+        others = [_without_numbers(name, text, status) for status, of in ended.items() for name, text in of.items()]
+        others += [_without_numbers(name, None, "done") for name in watching.scored_elsewhere]
+        screen.print_json(watching.results + others)
     elif watching.results:
         _show_results(watching.results)
-    elif options.once and not watching.failures and not watching.vanished:
+    elif options.once and not (watching.failures or watching.vanished or watching.scored_elsewhere):
         screen.say(f"nothing was ready in {options.run_url}")
     return 1 if watching.failures else 0
 
 
-def compare(options: argparse.Namespace) -> int:
-    """Compare checkpoints over the same prompts, and judge a gate."""
-    from dflash_core.results import compare as comparing
+def up(options: argparse.Namespace) -> int:
+    """Start server, workers and watch; see `flows/services.py`."""
+    from flows.services import Services
 
-    if options.fail_below is not None and options.baseline is None and options.fail_below < 1:
-        raise InputError(
-            f"--fail-below {options.fail_below:g} without --baseline is a limit for tau, which is never below 1; "
-            f"give --baseline to judge a difference"
-        )
-    config = load_config(options.config)
-    comparison = comparing.compare(config.results, options.selectors, options.baseline)
-    gate = None if options.fail_below is None else comparing.gate(comparison, options.fail_below)
+    load_config(options.config)  # a mistake in it is told here, not in a log
+    services = Services(options.state, port=options.port)
+    pids = services.up(run_url=options.run_url, config=options.config, say=screen.say)
     if options.json:
-        screen.print_json({**comparison.as_json(), "gate": None if gate is None else gate._asdict()})
+        screen.print_json({"services": pids, "url": services.url, "state": str(services.state)})
     else:
-        _show_comparison(comparison)
-        if gate is not None:
-            print(gate.message)
-    return 0 if gate is None or gate.passed else 1
+        screen.print_table("", [{"service": name, "pid": pid} for name, pid in pids.items()])
+        print(f"Prefect at {services.url.removesuffix('/api')}; logs and state in {services.state}")
+    return 0
+
+
+def down(options: argparse.Namespace) -> int:
+    """End what `up` started."""
+    from flows.services import Services
+
+    ended = Services(options.state).down(say=screen.say)
+    if options.json:
+        screen.print_json({"ended": ended})
+    elif not ended:
+        print("nothing ran")
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Compare checkpoints over the same prompts, and judge a gate; see `flows/comparing.py`."""
+    from flows.comparing import compare_command
+
+    return compare_command(options)
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show what a drafter proposed on one prompt, block by block."""
-    from flows.showing import drafts_json, show_drafts
+    """Show what one drafter, or two, proposed on one prompt; see `flows/showing.py`."""
+    from flows.showing import show_command
 
-    config = with_overrides(load_config(options.config), block_size=options.block_size, device=options.device)
-    if options.json:
-        screen.print_json(drafts_json(config, options.checkpoint, options.prompt))
-    else:
-        show_drafts(config, options.checkpoint, options.prompt)
-    return 0
+    return show_command(options)
 
 
 def sql(options: argparse.Namespace) -> int:
-    """Run one read-only statement on the results."""
-    from dflash_core.results.query import run_query
+    """Run one read-only statement on the results; see `flows/querying.py`."""
+    from flows.querying import sql_command
 
-    frame = run_query(load_config(options.config).results, options.statement)
-    rows = [{name: _finite(value) for name, value in row.items()} for row in frame.to_dicts()]
-    if options.json:
-        screen.print_json(rows)
-    else:
-        screen.print_table("", rows, frame.columns)
-    return 0
+    return sql_command(options)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -218,9 +205,11 @@ def store(options: argparse.Namespace) -> int:
 @contextmanager
 def _prefect(config: Config, options: argparse.Namespace) -> Iterator[None]:
     """Give the block a Prefect server and a progress bar."""
+    from dflash_core.store_opening import store_of
     from flows.orchestration import prefect_server
 
-    with screen.progress_bars(enabled=not options.json), prefect_server(config.store, debug=options.debug):
+    state = str(store_of(config).root)
+    with screen.progress_bars(enabled=not options.json), prefect_server(state, debug=options.debug):
         yield
 
 
@@ -243,7 +232,7 @@ class _Scorer:
             self._context.__exit__(*details)
 
     def __call__(self, checkpoint: str) -> dict[str, Any]:
-        from flows.watching import score_checkpoint
+        from flows.scoring import score_checkpoint
 
         return score_checkpoint(self._config, checkpoint, self.run_flow).result
 
@@ -262,11 +251,6 @@ class _Scorer:
         return flow(checkpoint, options.config, options.block_size, options.device)
 
 
-def _finite(value: Any) -> Any:
-    """Return None for NaN and infinity, which JSON cannot say."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _host_row(report: HostReport) -> dict[str, Any]:
     from dflash_core.hosts.present import report_json
 
@@ -275,29 +259,7 @@ def _host_row(report: HostReport) -> dict[str, Any]:
     return {**own, "probed_at": datetime.now(UTC), "facts": values}
 
 
-def _show_comparison(comparison: Comparison) -> None:
-    rows = []
-    for row in comparison.rows:
-        found = row.difference
-        rows.append(
-            {
-                "checkpoint": row.label,
-                "tau": screen.interval_text(row.tau_pooled, row.ci_low, row.ci_high),
-                "prompts": row.num_prompts,
-                "steps": row.num_verification_steps,
-                "compared with": row.compared_with,
-                "difference": None if found is None else screen.difference_text(found),
-                "p (Holm)": None if math.isnan(row.p_adjusted) else row.p_adjusted,
-            }
-        )
-    conditions = ", ".join(f"{name} {value}" for name, value in comparison.conditions._asdict().items())
-    caption = f"differences are paired over the same prompts, with 95 % intervals. Same for all rows: {conditions}"
-    screen.print_table("Comparison", rows, caption=caption)
-    for note in comparison.notes:
-        print(note)
-
-
-def _without_numbers(checkpoint: str, error: str, status: str) -> dict[str, Any]:
+def _without_numbers(checkpoint: str, error: str | None, status: str) -> dict[str, Any]:
     empty: dict[str, Any] = {"cached": {}, "seconds": {}, "datasets": {}, "groups": {}}
     unknown = dict.fromkeys(("run", "step", "evaluation_id", "block_size", "bytes_read", "bytes_total"))
     return {"checkpoint": checkpoint, "status": status, "error": error, "warnings": [], **unknown, **empty}

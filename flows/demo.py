@@ -25,12 +25,13 @@ import yaml
 
 from dflash_core.config import load_config
 from dflash_core.errors import DFlashEvalError, DoesNotFit, InputError
+from dflash_core.store_opening import store_of
 from flows import screen
 from flows.orchestration import prefect_server
 
 if TYPE_CHECKING:
     from dflash_core.config import Config
-    from flows.watching import WatchEvent
+    from flows.watch_values import WatchEvent
 
 RUN = "stand-in"
 NUM_STEPS = 360
@@ -88,7 +89,7 @@ def run_demo(folder: Path, *, as_json: bool, debug: bool) -> int:
         config = load_config(config_path)
         run_url = box.url(f"runs/{RUN}")
         screen.say(f"1/4 a training box ({box.kind}) serves {run_url}, read-only; config: {config_path}")
-        with screen.progress_bars(enabled=not as_json), prefect_server(config.store, debug=debug):
+        with screen.progress_bars(enabled=not as_json), prefect_server(str(store_of(config).root), debug=debug):
             _prepare(config_path)
             screen.say("3/4 a stand-in run trains a drafter on the box; each checkpoint is scored as it becomes ready")
             results, failures = _watch(folder, config, config_path, run_url, runs / RUN)

@@ -18,6 +18,7 @@ from dflash_core.errors import CheckpointNotFound
 from dflash_core.hosts.present import report_from_json
 from dflash_core.results import database
 from flows.planning import require_target_fits
+from flows.run_names import evaluation_name
 from tasks.extract_hidden_states import extract_hidden_states
 from tasks.plan_target import plan_target
 from tasks.probe_hosts import probe_hosts
@@ -53,7 +54,7 @@ class _Clock:
         return manifest
 
 
-@flow(name="evaluate-checkpoint", flow_run_name="evaluate {checkpoint}", validate_parameters=True)
+@flow(name="evaluate-checkpoint", flow_run_name=evaluation_name, validate_parameters=True)
 def evaluate_checkpoint(
     checkpoint: str,
     config: str | None = None,

@@ -101,7 +101,7 @@ def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterS
     """Return the canonical reading, and why there is none or why it cannot be scored."""
     from dflash_core.drafter.scorable import require_scorable
     from dflash_core.drafter_reading import read_drafter
-    from dflash_core.store import Store
+    from dflash_core.store_opening import store_of
     from dflash_core.target.loading import resolve_target
 
     if not inspection.ready:
@@ -111,7 +111,7 @@ def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterS
     if config.target.model is None:
         return None, "no target.model in the config to check them against"
     try:
-        target = resolve_target(config.target.model, Store(config.store))
+        target = resolve_target(config.target.model, store_of(config))
         spec = read_drafter(inspection, config, target.config)
     except DFlashEvalError as error:
         return None, one_line(error)

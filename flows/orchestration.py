@@ -71,7 +71,7 @@ def prefect_server(store: str, *, debug: bool = False) -> Iterator[str]:
         logging.getLogger("EventsWorker").setLevel(logging.ERROR)
     configured = get_current_settings().api.url
     if configured:
-        if not _is_healthy(configured, timeout_s=10):
+        if not is_healthy(configured, timeout_s=10):
             raise DFlashEvalError(
                 f"the Prefect server at {configured} (PREFECT_API_URL) does not answer; start it, or unset the variable"
             )
@@ -133,13 +133,14 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> bool:
     while time.monotonic() < end:
         if process.poll() is not None:
             return False
-        if _is_healthy(url, timeout_s=2):
+        if is_healthy(url, timeout_s=2):
             return True
         time.sleep(0.2)
     return False
 
 
-def _is_healthy(url: str, *, timeout_s: float) -> bool:
+def is_healthy(url: str, *, timeout_s: float) -> bool:
+    """Tell whether a Prefect server answers at an API's URL."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=timeout_s) as answer:
             return bool(answer.status == 200)

@@ -14,7 +14,7 @@ from dflash_core.hosts.job import DrafterSize, Job, typical_drafter
 from dflash_core.hosts.plan import check_stage_fits, find_target, make_plan
 from dflash_core.hosts.report import HostReport
 from dflash_core.hosts.stages import Plan
-from dflash_core.store import Store
+from dflash_core.store_opening import store_of
 from dflash_core.target.loading import find_converted
 from dflash_core.target.model_config import ModelConfig
 from dflash_core.target.prompts import load_prompts
@@ -62,7 +62,7 @@ def _job(config: Config, reports: Sequence[HostReport], is_target_held: bool) ->
     model = config.target.model
     if model is None:
         return "no target is set; write target.model in the config"
-    converted = find_converted(model, Store(config.store))
+    converted = find_converted(model, store_of(config))
     found = find_target(reports, model)
     if converted is not None:
         target, target_bytes = converted.config, converted.size_bytes
@@ -88,7 +88,7 @@ def _job(config: Config, reports: Sequence[HostReport], is_target_held: bool) ->
         compute_dtype=config.target.compute_dtype,
         store_dtype=config.target.store_dtype,
         is_target_held=is_target_held,
-        store_path=str(Path(config.store).expanduser().absolute()),
+        store_path=str(store_of(config).root),
     )
 
 

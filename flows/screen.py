@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _LEAST_WIDTH = 110
 """Columns assumed where the output is no terminal, so that tables in logs are not cut."""
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that steer a terminal; a model's text may hold any."""
 _STAGES = {
     "stream_checkpoint": "stream the drafter",
     "transcripts": "target writes transcripts",
@@ -54,16 +56,17 @@ def print_table(
         numeric = rows and all(isinstance(row.get(name), int | float) for row in rows if row.get(name) is not None)
         table.add_column(escape(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(_cell(row.get(name))) for name in names))
+        table.add_row(*(escape(cell(row.get(name))) for name in names))
     console().print(table)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a value as people read it; what would steer the terminal is shown as it is written in Python."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.3f}"
-    return str(value)
+    return str(value).translate(_CONTROLS)
 
 
 def megabytes(num_bytes: int | None) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 
 from dflash_core.config import Config, load_config
 from dflash_core.errors import InputError, NoResults, ResultsError
-from dflash_core.store import Store
 from dflash_core.store_listing import CheckpointName, LeftOver, Listing, StoredArtifact, list_store
-from dflash_core.store_pruning import Item, Pruned, PrunePlan, Selection, plan_pruning, prune
+from dflash_core.store_opening import store_of
+from dflash_core.store_pruning import Item, Pruned, PrunePlan, Selection, plan_mirror_pruning, plan_pruning, prune
+from dflash_core.store_remote import RemoteStore
 from flows import screen
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -32,9 +33,9 @@ def list_command(options: argparse.Namespace) -> int:
         screen.print_json(listing_json(listing))
         return 0
     if not listing.artifacts and not listing.left_overs:
-        print(f"{listing.root} holds nothing")
+        print(f"{_place(listing)} holds nothing")
         return 0
-    screen.print_table(f"Store {listing.root}", [_row(one) for one in _all(listing)])
+    screen.print_table(f"Store {_place(listing)}", [_row(one) for one in _all(listing)])
     totals = [
         {"kind": kind, "artifacts": of_kind["number"], "size": _size(of_kind["size_bytes"])}
         for kind, of_kind in _totals(listing).items()
@@ -49,16 +50,25 @@ def prune_command(options: argparse.Namespace) -> int:
     """Remove what is selected, after showing it; 1 where something could not be removed."""
     selection = _selection(options)
     config = load_config(options.config)
-    listing = _listing(config)
-    plan = plan_pruning(listing, selection)
+    store = store_of(config)
+    if options.mirror:
+        if not isinstance(store, RemoteStore) or not selection.is_empty:
+            raise InputError(
+                "--mirror empties the mirror of a store that is not local, without any selection beside it"
+            )
+        listing, plan = list_store(store.mirror), plan_mirror_pruning(store)
+        store = store.mirror
+    else:
+        listing = _listing(config)
+        plan = plan_pruning(listing, selection)
     if not options.json:
-        _show_plan(plan, selection, listing)
+        _show_plan(plan, listing, None if options.mirror else selection)
     is_nothing = not plan.artifacts and not plan.left_overs
     if options.dry_run or is_nothing or not _is_confirmed(options, plan):
         if options.json:
             screen.print_json({**plan_json(plan), "removed": [], "in_use": [], "failed": []})
         return 0
-    pruned = prune(Store(config.store), plan)
+    pruned = prune(store, plan)
     if options.json:
         screen.print_json({**plan_json(plan), **_pruned_json(pruned)})
     else:
@@ -111,7 +121,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 def _listing(config: Config) -> Listing:
-    return list_store(Store(config.store), _checkpoint_names(config))
+    return list_store(store_of(config), _checkpoint_names(config))
 
 
 def _checkpoint_names(config: Config) -> dict[str, CheckpointName]:
@@ -149,15 +159,17 @@ def _is_confirmed(options: argparse.Namespace, plan: PrunePlan) -> bool:
     return False
 
 
-def _show_plan(plan: PrunePlan, selection: Selection, listing: Listing) -> None:
+def _show_plan(plan: PrunePlan, listing: Listing, selection: Selection | None) -> None:
+    """Show what goes; without a selection, of a mirror."""
     items: list[Item] = [*plan.artifacts, *plan.left_overs]
     rows = [_row(one) for one in items]
-    hint = _hint(selection, listing)
+    hint = "" if selection is None else _hint(selection, listing)
     if not rows:
         print("nothing to remove" + hint)
         return
     screen.print_table("To be removed", rows)
-    print(f"frees {_size(plan.size_bytes)}; {_cost_text(plan)}{hint}")
+    cost = "the store keeps all of it" if selection is None else _cost_text(plan)
+    print(f"frees {_size(plan.size_bytes)}; {cost}{hint}")
 
 
 def _hint(selection: Selection, listing: Listing) -> str:
@@ -203,9 +215,15 @@ def _totals(listing: Listing) -> dict[str, dict[str, int]]:
     return totals
 
 
+def _place(listing: Listing) -> str:
+    return listing.url or str(listing.root)
+
+
 def _row(one: Item) -> dict[str, Any]:
     seconds = one.seconds if isinstance(one, StoredArtifact) else None
-    return {
+    is_mirrored = one.is_mirrored if isinstance(one, StoredArtifact) else None
+    mirrored = {} if is_mirrored is None else {"here": "yes" if is_mirrored else "no"}
+    return mirrored | {
         "kind": one.kind,
         "key": one.key[:8],
         "belongs to": _belongs_text(one) if isinstance(one, StoredArtifact) else f"({one.what})",
@@ -229,7 +247,7 @@ def _belongs_text(one: StoredArtifact) -> str:
 def listing_json(listing: Listing) -> dict[str, Any]:
     """Return a listing as plain data."""
     return {
-        "store": str(listing.root),
+        "store": _place(listing),
         "size_bytes": listing.size_bytes,
         "kinds": _totals(listing),
         "artifacts": [_item_json(one) for one in listing.artifacts],
@@ -281,6 +299,7 @@ def _item_json(one: Item) -> dict[str, Any]:
         "transcripts": one.transcripts,
         "detail": one.detail,
         "checkpoint": checkpoint,
+        **({} if one.is_mirrored is None else {"is_mirrored": one.is_mirrored}),
         "seconds": one.seconds,
         "bytes_read": one.bytes_read,
     }

@@ -1,9 +1,13 @@
 """The watch: look at a run's folder and score each checkpoint that becomes ready.
 
 The loop itself needs no Prefect server: it lists, waits until a checkpoint has settled, and calls the
-flow that scores one. A checkpoint that fails is tried a bounded number of times and never blocks the
-others; one that vanishes before it was read whole, as a run that rotates its checkpoints makes them do,
-is told and is no failure; a host that does not answer is asked again, less and less often.
+flow that scores one, or has it scored elsewhere. A checkpoint that fails is tried a bounded number of
+times, with growing pauses, and never blocks the others; one that vanishes before it was read whole, as a
+run that rotates its checkpoints makes them do, is told and is no failure; a host that does not answer is
+asked again, less and less often.
+
+Looking is cheap: a look lists folders, and a file is opened only of what is new, once it has stopped
+changing. While nothing changes the pauses grow.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
+
+import httpx
 
 from dflash_core import evaluation
-from dflash_core.checkpoints import CheckpointInspection, FoundCheckpoint, check_readiness, list_checkpoints
+from dflash_core.checkpoints import FoundCheckpoint, check_readiness, list_checkpoints
 from dflash_core.config import Config
 from dflash_core.errors import (
     CheckpointError,
@@ -24,25 +30,24 @@ from dflash_core.errors import (
     HostError,
     one_line,
 )
-from dflash_core.results import database
+from flows.scoring import known_result, score_checkpoint
+from flows.watch_choice import Choice
+from flows.watch_values import Kind, Runs, RunsUsedUp, Seen, WatchEvent
 
 MAX_ATTEMPTS = 3
+MAX_HOST_ATTEMPTS = 14
+"""Where what is away may come back, as a host or Prefect's server: with the pauses between, about an hour."""
 SETTLE_S = 2.0
 """Least time between two looks at a folder; modification times have steps of one second."""
 LONGEST_PAUSE_S = 300.0
-
-Kind = Literal["waiting", "scored", "known", "failed", "vanished", "unreachable"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WatchEvent:
-    """Something that a person who watches would like to know."""
-
-    kind: Kind
-    name: str
-    """The checkpoint, or the folder."""
-    message: str
-    result: dict[str, Any] | None = None
+FIRST_RETRY_S = 30.0
+LONGEST_IDLE_S = 120.0
+"""What the pause between looks grows to while nothing changes, unless a longer one is asked for."""
+REOPEN_S = 300.0
+"""A checkpoint that is not whole and does not change is opened again so often."""
+TELL_EVERY_S = 600.0
+"""So often a line says what is waited for."""
+_NAMES_SHOWN = 5
 
 
 @dataclass(kw_only=True)
@@ -54,24 +59,41 @@ class Watch:
         config: the configuration.
         evaluate: scores one checkpoint by its address and returns the result.
         tell: is told every event, each reason for waiting once.
+        choice: which checkpoints are taken, and in which order.
+        runs: has checkpoints scored elsewhere, instead of `evaluate`; several at a time.
     """
 
     run_url: str
     config: Config
     evaluate: Callable[[str], dict[str, Any]]
     tell: Callable[[WatchEvent], None]
+    choice: Choice = field(default_factory=Choice)
+    runs: Runs | None = None
     results: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Checkpoint to error of those that are given up."""
     vanished: dict[str, str] = field(default_factory=dict)
     """Checkpoint to reason of those that were listed, and gone before they were read whole."""
-    _signatures: dict[str, str] = field(default_factory=dict)
-    _settled: dict[str, str] = field(default_factory=dict)
-    _attempts: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Checkpoint to reason of those that the limit on the backlog left out."""
+    scored_elsewhere: list[str] = field(default_factory=list)
+    """Checkpoints whose results lie in another box's database."""
+    _is_once: bool = False
+    _is_changed: bool = True
+    _num_scored: int = 0
+    _listed: list[FoundCheckpoint] = field(default_factory=list)
+    _num_passed_over: int = 0
+    _problem: str = ""
+    _look_again_at: float | None = None
+    _status_told_at: float = 0.0
+    _seen: dict[str, Seen] = field(default_factory=dict)
+    _started: dict[str, FoundCheckpoint] = field(default_factory=dict)
+    """Those that were ever handed to a run; one that was rotated away since still has its run."""
+    _seen_steps: set[int] = field(default_factory=set)
     _told: dict[str, str] = field(default_factory=dict)
 
     def look(self, *, must_exist: bool = False) -> list[FoundCheckpoint]:
-        """List the folder and return the checkpoints that are ready and not settled yet, lowest step first.
+        """List the folder and return the checkpoints that are ready and not settled yet, in the chosen order.
 
         Args:
             must_exist: a folder that is not there is an error; else it is waited for.
@@ -85,95 +107,272 @@ class Watch:
         except CheckpointNotFound as error:
             if must_exist:
                 raise
-            self._tell_once("waiting", self.run_url, one_line(error))
-            return []
-        ready = []
-        for one in found:
-            if self._settled.get(one.url) == one.signature:
-                continue
-            previous = self._signatures.get(one.url)
-            readiness = check_readiness(one, previous, hosts=self.config.hosts)
-            self._signatures[one.url] = one.signature
-            if readiness.ready:
-                ready.append(one)
-            elif previous is not None:
-                self._tell_once("waiting", one.name, str(readiness.reason))
-        return ready
+            found, self._problem = [], one_line(error)
+            self._tell_once("waiting", self.run_url, self._problem)
+        else:
+            self._problem = "" if found else "no checkpoint yet"
+        self._seen_steps |= {one.step for one in found if one.step is not None and self.choice.passes(one)}
+        taken = self.choice.select(found, self._seen_steps)
+        self._num_passed_over = len(found) - len(taken)
+        self._is_changed = _contents(taken) != _contents(self._listed)
+        self._listed = taken
+        return [one for one in taken if self._is_ready(one)]
 
     def score(self, found: FoundCheckpoint) -> None:
-        """Score one checkpoint, or answer from the database; what goes wrong is noted, not raised."""
+        """Score one checkpoint, or answer from the database; what goes wrong is noted, not raised.
+
+        Raises:
+            HostError: runs are started elsewhere, and the server of the runs or the checkpoint's host is away.
+        """
         try:
-            scored = score_checkpoint(self.config, found.url, self.evaluate)
+            if self.runs is not None:
+                self._start(found)
+            else:
+                scored = score_checkpoint(self.config, found.url, self.evaluate)
+                self._note_scored(found, scored.result, is_known=scored.is_known)
         except (CheckpointVanished, CheckpointNotFound) as error:
             self._note_vanished(found, error)
-            return
-        except (DFlashEvalError, OSError) as error:
+        except Exception as error:  # the watch outlives whatever one evaluation does
+            if self.runs is not None and isinstance(error, HostError):
+                raise
             self._note_failure(found, error)
-            return
-        self._settled[found.url] = found.signature
-        self.failures.pop(found.url, None)
-        self.vanished.pop(found.url, None)
-        self.results.append(scored.result)
-        kind: Kind = "known" if scored.is_known else "scored"
-        self.tell(WatchEvent(kind=kind, name=found.name, message="", result=scored.result))
 
-    def run(self, *, once: bool, every_s: float, stop: Callable[[], bool] = lambda: False) -> None:
+    def run(
+        self, *, once: bool, every_s: float, idle_s: float = LONGEST_IDLE_S, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         """Look and score until told to stop; `once` scores what is ready now and returns.
 
         Args:
             once: two looks, so that what is still being written is left alone, then score and return.
             every_s: pause between looks while nothing is ready, in seconds.
+            idle_s: what that pause grows to while nothing changes, in seconds.
             stop: asked after each look that found nothing ready; True ends the watch.
 
         Raises:
             CheckpointNotFound: in `once` mode, there is no such folder.
             HostError: in `once` mode, the host does not answer.
         """
-        pause_s = max(SETTLE_S, every_s)
+        shortest_s = max(SETTLE_S, every_s)
+        self._status_told_at = time.monotonic()
         if once:
-            self.look(must_exist=True)
-            time.sleep(SETTLE_S)
-            for found in self.look(must_exist=True):
-                self.score(found)
+            self._run_once(shortest_s)
             return
+        idle_s, pause_s, away_s = max(shortest_s, idle_s), shortest_s, shortest_s
         while True:
             try:
-                ready = self.look()
+                has_ended = self._collect()
+                ready = self._within_backlog(self.look())
+                for found in ready if self.runs else ready[:1]:
+                    self.score(found)
             except HostError as error:
-                self._tell_once("unreachable", self.run_url, f"{one_line(error)}; asking again in {pause_s:.0f} s")
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+                self._problem = one_line(error)
+                self._tell_once("unreachable", self.run_url, f"{self._problem}; asking again in {away_s:.0f} s")
+                self._pause(away_s)
+                away_s = min(max(LONGEST_PAUSE_S, shortest_s), away_s * 2)
                 continue
-            pause_s = max(SETTLE_S, every_s)
-            if ready:
-                self.score(ready[0])
-            elif stop():
+            if away_s > shortest_s:
+                self._tell_once("waiting", self.run_url, "answers again")
+                away_s = shortest_s
+            if ready and not self.runs:
+                pause_s = shortest_s
+            elif not ready and stop():
                 return
             else:
-                time.sleep(pause_s)
+                pause_s = shortest_s if has_ended or ready or self._is_changed else min(idle_s, pause_s * 1.5)
+                self._pause(min(pause_s, self._until_retry_s()))
+
+    def status(self) -> str:
+        """Return one line that says what was done, what is waited for and why."""
+        done = [f"{self._num_scored} scored"]
+        counts = (("failed", self.failures), ("vanished", self.vanished), ("skipped", self.skipped))
+        done += [f"{len(of)} {kind}" for kind, of in counts if of]
+        if self._num_passed_over:
+            done.append(f"{self._num_passed_over} not chosen")
+        waiting = [self._problem] if self._problem else []
+        open_ones = [(one, self._seen[one.url]) for one in self._listed if not self._memory(one).is_settled]
+        waiting += [f"{one.name} ({self._why_open(seen)})" for one, seen in open_ones[:_NAMES_SHOWN]]
+        if len(open_ones) > _NAMES_SHOWN:
+            waiting.append(f"{len(open_ones) - _NAMES_SHOWN} more")
+        text = f"{', '.join(done)}; waiting for {'; '.join(waiting) or 'the next checkpoint'}"
+        if self._look_again_at is None:
+            return text
+        return f"{text}; next look in {max(0.0, self._look_again_at - time.monotonic()):.0f} s"
+
+    def _is_ready(self, found: FoundCheckpoint) -> bool:
+        """Tell whether a listed checkpoint can be scored now; its files are opened as seldom as can be."""
+        seen = self._memory(found)
+        previous, seen.signature = seen.signature, found.signature
+        if previous is not None and previous != found.signature:
+            seen.renew()
+        if seen.is_settled or seen.run is not None:
+            return False
+        now = time.monotonic()
+        if seen.ready == found.signature and found.incomplete_reason is None:
+            return now >= seen.not_before
+        will_open = previous == found.signature and found.incomplete_reason is None
+        if will_open and seen.opened_at is not None and now - seen.opened_at < REOPEN_S:
+            return False
+        readiness = check_readiness(found, previous, hosts=self.config.hosts)
+        seen.opened_at = now if will_open else None
+        if readiness.ready:
+            seen.ready, seen.reason = found.signature, ""
+            return now >= seen.not_before
+        seen.reason = readiness.reason
+        if previous is not None:
+            self._tell_once("waiting", found.name, readiness.reason)
+        return False
+
+    def _start(self, found: FoundCheckpoint) -> None:
+        """Have a checkpoint scored elsewhere, unless it is known."""
+        assert self.runs is not None
+        begin = time.monotonic()
+        inspection = evaluation.inspect(found.url, self.config)
+        evaluation.require_ready(inspection)
+        known = known_result(self.config, inspection, begin)
+        if known is not None:
+            self._note_scored(found, known, is_known=True)
+            return
+        run = self._memory(found).run = self.runs.start(inspection)
+        self._started[found.url] = found
+        self.tell(WatchEvent(kind="started", name=found.name, message=f"flow run {run.name}"))
+
+    def _collect(self) -> bool:
+        """Take in the runs that ended; True where there was one."""
+        under_way = {run.id: (run, found) for found in self._started.values() if (run := self._memory(found).run)}
+        if self.runs is None or not under_way:
+            return False
+        ends = self.runs.ended([run for run, _ in under_way.values()])
+        for run_id, end in ends.items():
+            run, found = under_way[run_id]
+            self._memory(found).run = None
+            if end.error is None:
+                self._note_scored(found, self._result_of(found), is_known=False, message=f"by flow run {run.name} ")
+            else:
+                error = DFlashEvalError(f"flow run {run.name}: {end.error}")
+                self._note_failure(found, error, is_final=end.is_final)
+        return bool(ends)
+
+    def _result_of(self, found: FoundCheckpoint) -> dict[str, Any] | None:
+        """Return what a run elsewhere left in the database; None where that is another box's."""
+        try:
+            return known_result(self.config, evaluation.inspect(found.url, self.config), time.monotonic())
+        except DFlashEvalError:
+            return None
+
+    def _within_backlog(self, ready: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+        """Return what may be scored of those that are ready; the rest is skipped, unless it is known."""
+        limit = self.choice.max_backlog
+        if limit is None:
+            return ready
+        num_under_way = self._num_under_way()
+        if len(ready) + num_under_way <= limit:
+            return ready
+        kept: list[FoundCheckpoint] = []
+        for found in ready:
+            if self._is_known(found):
+                self.score(found)
+            elif len(kept) + num_under_way < limit:
+                kept.append(found)
+            else:
+                text = f"more than {limit} wait, and the {self.choice.order} go first; evaluate it by hand if it counts"
+                self._memory(found).settle(found.signature)
+                self.skipped[found.url] = text
+                self.tell(WatchEvent(kind="skipped", name=found.name, message=text))
+        return kept
+
+    def _num_under_way(self) -> int:
+        return sum(self._memory(found).run is not None for found in self._started.values())
+
+    def _is_known(self, found: FoundCheckpoint) -> bool:
+        seen = self._memory(found)
+        if seen.unknown == found.signature:
+            return False
+        if self._result_of(found) is not None:
+            return True
+        seen.unknown = found.signature
+        return False
+
+    def _run_once(self, every_s: float) -> None:
+        self._is_once = True
+        self.look(must_exist=True)
+        time.sleep(SETTLE_S)
+        for found in self._within_backlog(self.look(must_exist=True)):
+            self.score(found)
+        while self._num_under_way():
+            if not self._collect():
+                self._pause(every_s)
+
+    def _note_scored(
+        self, found: FoundCheckpoint, result: dict[str, Any] | None, *, is_known: bool, message: str = ""
+    ) -> None:
+        self._memory(found).settle(found.signature)
+        for noted in (self.failures, self.vanished, self.skipped):
+            noted.pop(found.url, None)
+        self._num_scored += 1
+        if result is not None:
+            self.results.append(result)
+        else:
+            self.scored_elsewhere.append(found.url)
+        kind: Kind = "known" if is_known else "scored"
+        self.tell(WatchEvent(kind=kind, name=found.name, message=message, result=result))
 
     def _note_vanished(self, found: FoundCheckpoint, error: Exception) -> None:
         """Should it come back, it is scored after two more looks; a listing that keeps naming it is given up."""
-        attempts = self._attempts[found.url] = self._attempts.get(found.url, 0) + 1
-        self._signatures.pop(found.url, None)
+        seen = self._memory(found)
+        attempts = seen.attempts + 1
         if attempts >= MAX_ATTEMPTS:
-            self._settled[found.url] = found.signature
-            self._attempts.pop(found.url)
+            seen.settle(found.signature)
+        else:
+            seen.renew()
+            seen.signature, seen.attempts = None, attempts
         self.failures.pop(found.url, None)
         self.vanished[found.url] = one_line(error)
         self.tell(WatchEvent(kind="vanished", name=found.name, message=one_line(error)))
 
-    def _note_failure(self, found: FoundCheckpoint, error: Exception) -> None:
-        attempts = self._attempts[found.url] = self._attempts.get(found.url, 0) + 1
+    def _note_failure(self, found: FoundCheckpoint, error: Exception, *, is_final: bool = False) -> None:
+        seen = self._memory(found)
+        seen.attempts += 1
+        limit = MAX_HOST_ATTEMPTS if _is_passing(error) else MAX_ATTEMPTS
         # What is wrong with the checkpoint itself stays wrong until its bytes change.
-        final = isinstance(error, CheckpointError) or attempts >= MAX_ATTEMPTS
-        if final:
-            self._settled[found.url] = found.signature
+        is_final = (
+            is_final or self._is_once or isinstance(error, CheckpointError | RunsUsedUp) or seen.attempts >= limit
+        )
+        text = one_line(error) if isinstance(error, DFlashEvalError) else f"{type(error).__name__}: {one_line(error)}"
+        again = ""
+        if is_final:
+            seen.settle(found.signature)
             self.vanished.pop(found.url, None)
-            self.failures[found.url] = one_line(error)
-            self._attempts.pop(found.url)
-        again = "" if final else f"; attempt {attempts} of {MAX_ATTEMPTS}"
-        self.tell(WatchEvent(kind="failed", name=found.name, message=f"{one_line(error)}{again}"))
+            self.failures[found.url] = text
+        else:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_RETRY_S * 4 ** (seen.attempts - 1))
+            seen.not_before = time.monotonic() + pause_s
+            again = f"; attempt {seen.attempts} of {limit}, the next in {pause_s:.0f} s"
+        self.tell(WatchEvent(kind="failed", name=found.name, message=f"{text}{again}"))
+
+    def _why_open(self, seen: Seen) -> str:
+        if seen.run is not None:
+            return f"flow run {seen.run.name} is under way"
+        left_s = seen.not_before - time.monotonic()
+        if left_s > 0:
+            return f"failed {seen.attempts} times, tried again in {left_s:.0f} s"
+        return seen.reason or "ready, its turn comes"
+
+    def _memory(self, found: FoundCheckpoint) -> Seen:
+        return self._seen.setdefault(found.url, Seen())
+
+    def _until_retry_s(self) -> float:
+        now = time.monotonic()
+        times = [seen.not_before - now for seen in map(self._memory, self._listed) if seen.not_before > now]
+        return max(SETTLE_S, min(times, default=LONGEST_PAUSE_S * 100))
+
+    def _pause(self, seconds: float) -> None:
+        now = time.monotonic()
+        self._look_again_at = now + seconds
+        if now - self._status_told_at >= TELL_EVERY_S:
+            self._status_told_at = now
+            self.tell(WatchEvent(kind="status", name=self.run_url, message=self.status()))
+        time.sleep(seconds)
+        self._look_again_at = None
 
     def _tell_once(self, kind: Kind, name: str, message: str) -> None:
         if self._told.get(name) != message:
@@ -181,54 +380,11 @@ class Watch:
             self.tell(WatchEvent(kind=kind, name=name, message=message))
 
 
-class Scored(NamedTuple):
-    """The result of a checkpoint, and whether it was known before."""
-
-    result: dict[str, Any]
-    is_known: bool
+def _contents(found: list[FoundCheckpoint]) -> set[tuple[str, str]]:
+    return {(one.url, one.signature) for one in found}
 
 
-def score_checkpoint(config: Config, checkpoint: str, evaluate: Callable[[str], dict[str, Any]]) -> Scored:
-    """Return the result of a checkpoint: from the database where it is known, else from the flow.
-
-    Args:
-        config: the configuration.
-        checkpoint: path or URL.
-        evaluate: runs the flow for an address and returns the result.
-
-    Raises:
-        CheckpointNotFound: it was not there at the first look.
-        CheckpointVanished: it was there at the first look and not any more when the flow came to read it;
-            the results hold a row of it.
-        DFlashEvalError: whatever else went wrong.
-    """
-    begin, started_at = time.monotonic(), evaluation.now()
-    inspection = evaluation.inspect(checkpoint, config)
-    evaluation.require_ready(inspection)
-    known = _known_result(config, inspection, begin)
-    if known is not None:
-        return Scored(known, is_known=True)
-    try:
-        return Scored(evaluate(checkpoint), is_known=False)
-    except CheckpointNotFound as error:  # the flow looked a second time, and found nothing to write a row of
-        vanished = evaluation.vanished(inspection)
-        row = evaluation.checkpoint_record(inspection, None)
-        record = evaluation.failed_record(config, row, vanished, started_at=started_at, seconds={})
-        database.write_evaluation(config.results, record)
-        raise vanished from error
-
-
-def _known_result(config: Config, inspection: CheckpointInspection, begin: float) -> dict[str, Any] | None:
-    """Return the stored result of a checkpoint that was scored under these conditions, else None.
-
-    Only the checkpoint's index was read; neither Prefect nor the target is needed.
-    """
-    evaluation_id = evaluation.known_evaluation_id(config, inspection)
-    if evaluation_id is None or not database.has_evaluation(config.results, evaluation_id):
-        return None
-    result = database.read_evaluation(config.results, evaluation_id)
-    if result is None:
-        return None
-    # What this answer cost, not what the first one did.
-    answered = {"cached": dict.fromkeys(result["cached"], True), "bytes_read": inspection.bytes_read}
-    return result | answered | {"seconds": {"answer_from_store": round(time.monotonic() - begin, 3)}}
+def _is_passing(error: Exception) -> bool:
+    """Tell whether an error is that of a machine that is away, Prefect's server among them."""
+    is_prefect_away = isinstance(error, RuntimeError) and "Failed to reach API" in str(error)
+    return isinstance(error, ConnectionError | httpx.TransportError) or is_prefect_away

@@ -13,14 +13,18 @@ from typing import Any
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 
-from dflash_core.store import Store
+from dflash_core.config import Config
+from dflash_core.store_opening import open_store
 
 SERIALIZER = "json"
 """Records are small manifests; JSON keeps them readable."""
 
 
 def _artifact_is_whole(kind: str, inputs: dict[str, Any]) -> bool:
-    return Store(inputs["store"]).find(kind, inputs["key"]) is not None
+    """Ask the task's store; what is whole in the mirror of a remote one is looked for there too."""
+    config: Config = inputs.get("config") or Config()
+    store = open_store(inputs["store"], config.hosts, mirror=config.store_mirror)
+    return store.find(kind, inputs["key"]) is not None
 
 
 @dataclass

@@ -48,14 +48,12 @@ def read_corrections(weights: ConvolutionWeights, normed_AKD: Tensor, group_size
 
 def convolve(hidden_AKD: Tensor, base_TD: Tensor, correction_AKTN: Tensor) -> Tensor:
     """Return every slot's weighted sum of itself and the slots before it, within its block."""
-    num_groups = correction_AKTN.shape[-1]
+    num_slots, num_groups = hidden_AKD.shape[1], correction_AKTN.shape[-1]
     grouped = hidden_AKD.unflatten(-1, (num_groups, -1))
     output = torch.zeros_like(grouped)
     for tap in range(base_TD.shape[0]):
         # Zeros move in at the block's first slot.
-        shifted = (
-            grouped if tap == 0 else functional.pad(grouped[:, :-tap], (0, 0, 0, 0, tap, 0))[:, : grouped.shape[1]]
-        )
+        shifted = functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :num_slots]
         output = output + base_TD[tap].view(num_groups, -1) * shifted
         output = torch.addcmul(output, correction_AKTN[:, :, tap, :, None], shifted)
     return output.flatten(-2)

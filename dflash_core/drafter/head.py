@@ -149,6 +149,25 @@ class Head:
             read = torch.cat([read, functional.embedding(before_AP, self._need("markov_head.markov_w1.weight"))], -1)
         return torch.sigmoid(functional.linear(read, weight_1I, bias)[..., 0])
 
+    @property
+    def weight_VD(self) -> Tensor:  # noqa: N802 - the shape belongs to the name
+        """Return the head itself, on the device."""
+        return self._weight_VD
+
+    @property
+    def num_proposable(self) -> int:
+        """Return U, the tokens that logits and scores are over, padding included."""
+        return self._weight_VD.shape[0]
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Return target_of_U, the target's number of every token that can be proposed; None where they are the same."""
+        return self._target_of_V
+
+    def own_ids(self, token_ids: Tensor) -> Tensor:
+        """Return tokens of the target in the numbering of logits and scores, any shape; -1 where there is none."""
+        return token_ids if self._own_of_U is None else self._own_of_U[token_ids]
+
     def _choose(self, rows: Rows) -> Tensor:
         return _first_best(self.scores(rows))
 
@@ -319,7 +338,7 @@ def _recur(hidden_APD: Tensor, before_APS: Tensor, weight: Tensor, bias: Tensor 
     width = before_APS.shape[-1]
     of_state, of_rest = weight[:, :width], weight[:, width:]
     fixed_APW = functional.linear(torch.cat([before_APS, hidden_APD], dim=-1), of_rest, bias)
-    state_AS = torch.zeros_like(before_APS[:, 0])
+    state_AS = before_APS.new_zeros(before_APS.shape[0], width)
     outputs = []
     for fixed_AW in fixed_APW.unbind(dim=1):
         gate, candidate, output = (fixed_AW + functional.linear(state_AS, of_state)).chunk(3, dim=-1)

@@ -10,8 +10,9 @@ close), dropping what it did not come by. `judging` makes another on the head.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -21,19 +22,47 @@ from torch import Tensor
 
 from dflash_core import progress
 from dflash_core.acceptance import walk
+from dflash_core.drafter.extra_metrics import ExtraMetrics
+from dflash_core.drafter.extra_scoring import Group, observe_group
 from dflash_core.drafter.head import Head
 from dflash_core.drafter.judging import Blocks, Judgement, judge_blocks
 from dflash_core.drafter.model import Anchors, Drafter, LayerContext
+from dflash_core.errors import DoesNotFit
+from dflash_core.target.agreement import TIE_MARGIN
 from dflash_core.target.transcripts import Transcript
 
+_LOG = logging.getLogger(__name__)
 STAGE = "run_drafter"
-TIE_MARGIN = 1e-3
-"""Logit difference below which the target's choice may flip with the kernel; such blocks are flagged."""
 _GROUP_TOKENS = 32_768
 """Transcripts are taken in groups of so many tokens, whose context keys and values stay resident."""
 _ANCHORS_AT_ONCE = 256
 _FREE_BLOCKS = 24
 """Blocks whose work is worth one more pass: drafter and head read their weights once a pass."""
+
+
+@dataclass(slots=True)
+class Slices:
+    """How many blocks are drafted in one pass: fewer from the first time on that the device had no room for so many."""
+
+    num_anchors: int
+    num_halvings: int = 0
+
+    def halve(self, tried: int, error: Exception) -> None:
+        """Take half of what was tried from now on.
+
+        Raises:
+            DoesNotFit: a single block was too much.
+        """
+        if tried <= 1:
+            raise DoesNotFit(
+                "the device has no room for a single block beside the drafter and the context; "
+                "set device: cpu, or free the device"
+            ) from error
+        self.num_anchors = max(1, tried // 2)
+        self.num_halvings += 1
+        _LOG.warning("out of memory with %d blocks at once; going on with %d", tried, self.num_anchors)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +124,18 @@ class _Track:
         self.place = 0
         """The next anchor of the walk."""
 
+    @property
+    def prompt_id(self) -> str:
+        return self.transcript.id
+
+    def walk_anchors(self) -> list[int]:
+        """Return the response indices of the walk, whose blocks were all judged."""
+        table = [
+            self.rows[index]["num_emitted_tokens"] if index in self.rows else 1
+            for index in range(self.num_response - 1)
+        ]
+        return walk.serving_walk(table)
+
     def next_anchors(self, count: int) -> list[int]:
         """Return the next anchor of the walk and those right after it, as far as there is something to predict."""
         return list(range(self.place, min(self.place + count, self.num_response - 1)))
@@ -133,11 +174,7 @@ class _Track:
 
     def block_rows(self, margins_T: Tensor) -> Iterator[dict[str, Any]]:
         """Yield one row per anchor in the columns of `results.records.BLOCK_SCHEMA`."""
-        table = [
-            self.rows[index]["num_emitted_tokens"] if index in self.rows else 1
-            for index in range(self.num_response - 1)
-        ]
-        step_of = {anchor: step for step, anchor in enumerate(walk.serving_walk(table))}
+        step_of = {anchor: step for step, anchor in enumerate(self.walk_anchors())}
         first = len(self.transcript.prompt_ids)
         for index, row in sorted(self.rows.items()):
             # The target's choices at anchor .. anchor + accepted decide: those accepted and the one missed.
@@ -164,6 +201,8 @@ def score_transcripts(
     block_size: int,
     max_new_tokens: int,
     anchors: str,
+    extras: ExtraMetrics | None = None,
+    final_of: Callable[[int], Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     """Score a drafter and return one row per block.
 
@@ -176,6 +215,8 @@ def score_transcripts(
         block_size: slots per block, the anchor included; at most the drafter's own.
         max_new_tokens: the limit under which the transcripts were written.
         anchors: `walk` or `all`.
+        extras: counts more numbers, where they are wanted.
+        final_of: index of a transcript to final_TD, the target's states after its final norm; temperatures need it.
 
     Returns:
         Rows in the columns of `results.records.BLOCK_SCHEMA`.
@@ -186,10 +227,23 @@ def score_transcripts(
     rows: list[dict[str, Any]] = []
     total = sum(max(0, len(transcript.response_ids) - 1) for transcript in transcripts)
     done = first_token = 0
+    slices = Slices(num_anchors=_ANCHORS_AT_ONCE)
     for group in _groups(transcripts):
         tracks = [_Track(transcripts[index], drafter.read_context(features_of(index)), rule) for index in group]
         run = _score_walk if anchors == "walk" else _score_all
-        run(drafter, head, tracks, lambda count, before=done: progress.report(STAGE, before + count, total))  # type: ignore[misc]
+        run(drafter, head, tracks, slices, lambda count, before=done: progress.report(STAGE, before + count, total))  # type: ignore[misc]
+        if extras is not None:
+            observe_group(
+                drafter,
+                extras,
+                Group(
+                    tracks=tracks,
+                    rule=rule,
+                    has_all_anchors=anchors == "all",
+                    finals=[final_of(index) if final_of and extras.settings.temperatures else None for index in group],
+                    score_again=lambda size, tracks=tracks: _score_again(drafter, head, tracks, slices, size),  # type: ignore[misc]
+                ),
+            )
         for track in tracks:
             done += max(0, track.num_response - 1)
             rows.extend(track.block_rows(margins_T[first_token : first_token + track.transcript.num_tokens]))
@@ -211,7 +265,27 @@ def _groups(transcripts: Sequence[Transcript]) -> Iterator[list[int]]:
         yield group
 
 
-def _draft_and_judge(drafter: Drafter, head: Head, tracks: Sequence[_Track], indices: Sequence[Sequence[int]]) -> None:
+def _draft_and_judge(
+    drafter: Drafter, head: Head, tracks: Sequence[_Track], indices: Sequence[Sequence[int]], slices: Slices
+) -> None:
+    """Draft blocks at the given anchors of each transcript, as many at once as there is room for, and judge them.
+
+    Raises:
+        DoesNotFit: there is no room for one.
+    """
+    left = [(track, index) for track, chosen in zip(tracks, indices, strict=True) for index in chosen]
+    while left:
+        part = left[: slices.num_anchors]
+        chosen = [(track, [index for _, index in pairs]) for track, pairs in groupby(part, key=itemgetter(0))]
+        try:
+            _draft_at_once(drafter, head, [track for track, _ in chosen], [group for _, group in chosen])
+        except torch.OutOfMemoryError as error:
+            slices.halve(len(part), error)
+            continue
+        left = left[len(part) :]
+
+
+def _draft_at_once(drafter: Drafter, head: Head, tracks: Sequence[_Track], indices: Sequence[Sequence[int]]) -> None:
     """Draft blocks at the given anchors of each transcript in one pass and note how far they are accepted."""
     rule = tracks[0].rule
     anchors = [track.anchors(chosen) for track, chosen in zip(tracks, indices, strict=True)]
@@ -230,18 +304,30 @@ def _draft_and_judge(drafter: Drafter, head: Head, tracks: Sequence[_Track], ind
         track.note(chosen, Judgement(accepted_A, miss_rank_A))
 
 
-def _score_walk(drafter: Drafter, head: Head, tracks: list[_Track], tell: Callable[[int], None]) -> None:
+def _score_walk(
+    drafter: Drafter, head: Head, tracks: list[_Track], slices: Slices, tell: Callable[[int], None]
+) -> None:
     while active := [track for track in tracks if track.next_anchors(1)]:
         num_steps, num_emitted = sum(len(track.rows) for track in tracks), sum(track.place for track in tracks)
-        count = _look_ahead(len(active), num_steps, num_emitted)
+        count = _look_ahead(len(active), num_steps, num_emitted, slices.num_anchors)
         chosen = [track.next_anchors(count) for track in active]
-        _draft_and_judge(drafter, head, active, chosen)
+        _draft_and_judge(drafter, head, active, chosen, slices)
         for track, indices in zip(active, chosen, strict=True):
             track.walk_on(indices)
         tell(sum(track.place for track in tracks))
 
 
-def _look_ahead(num_tracks: int, num_steps: int, num_emitted: int) -> int:
+def _score_again(
+    drafter: Drafter, head: Head, tracks: Sequence[_Track], slices: Slices, block_size: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Score shorter blocks on transcripts whose contexts are at hand and return the rows of their own walks."""
+    rule = replace(tracks[0].rule, block_size=block_size)
+    again = [_Track(track.transcript, track.context, rule) for track in tracks]
+    _score_walk(drafter, head, again, slices, lambda _: None)
+    return {track.prompt_id: [row for _, row in sorted(track.rows.items())] for track in again}
+
+
+def _look_ahead(num_tracks: int, num_steps: int, num_emitted: int, num_anchors: int) -> int:
     """Return how many consecutive anchors of each transcript to draft from in one pass.
 
     With n of them a pass over A transcripts costs as much as f + A n blocks and brings each n + tau - 1
@@ -249,14 +335,14 @@ def _look_ahead(num_tracks: int, num_steps: int, num_emitted: int) -> int:
     A (tau - 1) < f, and rises elsewhere: so it is many or one.
     """
     if num_tracks * (num_emitted - num_steps) < _FREE_BLOCKS * num_steps:
-        return max(1, _ANCHORS_AT_ONCE // num_tracks)
+        return max(1, num_anchors // num_tracks)
     return 1
 
 
-def _score_all(drafter: Drafter, head: Head, tracks: list[_Track], tell: Callable[[int], None]) -> None:
+def _score_all(drafter: Drafter, head: Head, tracks: list[_Track], slices: Slices, tell: Callable[[int], None]) -> None:
     anchors = [(track, index) for track in tracks for index in track.next_anchors(track.num_response)]
     for first in range(0, len(anchors), _ANCHORS_AT_ONCE):
         part = anchors[first : first + _ANCHORS_AT_ONCE]
         chosen = [(track, [index for _, index in pairs]) for track, pairs in groupby(part, key=itemgetter(0))]
-        _draft_and_judge(drafter, head, [track for track, _ in chosen], [indices for _, indices in chosen])
+        _draft_and_judge(drafter, head, [track for track, _ in chosen], [indices for _, indices in chosen], slices)
         tell(first + len(part))

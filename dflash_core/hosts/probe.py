@@ -30,6 +30,7 @@ from dflash_core.hosts.report import LOCAL_URL, HostFacts, HostReport, Status
 from dflash_core.hosts.sftp_facts import read_sftp_facts
 from dflash_core.hosts.wording import printable
 from dflash_core.ssh import DEFAULT_PORT, SshAddress, connect_options, is_ssh_url, parse_ssh_url
+from dflash_core.store_opening import store_of
 
 Value = TypeVar("Value")
 
@@ -99,8 +100,7 @@ def _with_own_folders(settings: HostSettings, config: Config) -> HostSettings:
     # A hub id looks like a relative path; only what exists or cannot be an id is one.
     if model is not None and "://" not in model and (Path(model).exists() or model.startswith(("/", "."))):
         models.append(str(Path(model).absolute()))
-    if "://" not in config.store:
-        disks.append(str(Path(config.store).expanduser().absolute()))
+    disks.append(str(store_of(config).root))
     return settings.model_copy(update={"models": list(dict.fromkeys(models)), "disks": list(dict.fromkeys(disks))})
 
 

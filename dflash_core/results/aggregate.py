@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import polars
 
 from dflash_core.acceptance import statistics
-from dflash_core.results.records import ALL, PromptRecord
+from dflash_core.acceptance.statistics import FloatArray
+from dflash_core.results.records import PromptRecord
+from dflash_core.results.slices import slices
 
 ACCEPTANCE_SCHEMA: dict[str, Any] = {
     "slice": polars.String,
@@ -31,7 +33,10 @@ ACCEPTANCE_SCHEMA: dict[str, Any] = {
     "ci_high": polars.Float64,
     "tau_prompt_mean": polars.Float64,
     "tau_all_anchors": polars.Float64,
+    "num_prompts_without_near_ties": polars.Int64,
+    "num_emitted_without_near_ties": polars.Int64,
     "tau_without_near_ties": polars.Float64,
+    "tau_prompt_mean_without_near_ties": polars.Float64,
     "acceptance_rate": polars.Float64,
     "share_full_blocks": polars.Float64,
 }
@@ -47,14 +52,6 @@ SURVIVAL_SCHEMA: dict[str, Any] = {
 }
 
 
-class Slice(NamedTuple):
-    """One way to choose blocks, and the blocks chosen."""
-
-    kind: str
-    name: str
-    blocks: polars.DataFrame
-
-
 class Aggregates(NamedTuple):
     """Rows of the two tables, without `evaluation_id`."""
 
@@ -63,23 +60,22 @@ class Aggregates(NamedTuple):
 
 
 def aggregate(
-    blocks: polars.DataFrame, prompts: Iterable[PromptRecord], *, block_size: int, has_all_anchors: bool
+    blocks: polars.DataFrame, prompts: Iterable[PromptRecord], *, num_drafts: int, has_all_anchors: bool
 ) -> Aggregates:
     """Return acceptance and survival of all prompts, of each dataset and of each group.
 
     Args:
         blocks: rows of `BLOCK_SCHEMA`.
         prompts: the prompts they belong to.
-        block_size: slots of one draft pass, the anchor included.
+        num_drafts: tokens that a whole block drafts.
         has_all_anchors: the blocks hold every anchor of the transcripts, not the walk's alone.
     """
     acceptance: list[dict[str, Any]] = []
     survival: list[dict[str, Any]] = []
-    for part in _slices(blocks, list(prompts)):
-        on_walk = part.blocks.filter("is_on_walk")
-        place = {"slice": part.kind, "dataset": part.name}
-        acceptance.append(place | _acceptance(part.blocks, on_walk, block_size, has_all_anchors=has_all_anchors))
-        survival.extend(place | row for row in _survival(on_walk, block_size))
+    for part in slices(blocks, prompts):
+        on_walk = part.rows.filter("is_on_walk")
+        acceptance.append(part.place | _acceptance(part.rows, on_walk, num_drafts, has_all_anchors=has_all_anchors))
+        survival.extend(part.place | row for row in _survival(on_walk, num_drafts))
     return Aggregates(
         polars.DataFrame(acceptance, schema=ACCEPTANCE_SCHEMA), polars.DataFrame(survival, schema=SURVIVAL_SCHEMA)
     )
@@ -90,47 +86,63 @@ def number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _slices(blocks: polars.DataFrame, prompts: list[PromptRecord]) -> Iterator[Slice]:
-    yield Slice(ALL, ALL, blocks)
-    for name in sorted({prompt.dataset for prompt in prompts}):
-        yield Slice("dataset", name, _of_prompts(blocks, [p.prompt_id for p in prompts if p.dataset == name]))
-    for name in sorted({prompt.group for prompt in prompts if prompt.group is not None}):
-        yield Slice("group", name, _of_prompts(blocks, [p.prompt_id for p in prompts if p.group == name]))
-
-
-def _of_prompts(blocks: polars.DataFrame, prompt_ids: list[str]) -> polars.DataFrame:
-    return blocks.filter(polars.col("prompt_id").is_in(prompt_ids))
-
-
 def _acceptance(
-    blocks: polars.DataFrame, on_walk: polars.DataFrame, block_size: int, *, has_all_anchors: bool
+    blocks: polars.DataFrame, on_walk: polars.DataFrame, num_drafts: int, *, has_all_anchors: bool
 ) -> dict[str, Any]:
-    emitted = polars.col("num_emitted_tokens").sum()
-    per_prompt = on_walk.group_by("prompt_id").agg(emitted, num_steps=polars.len())
-    counts = (per_prompt["num_emitted_tokens"].to_numpy(), per_prompt["num_steps"].to_numpy())
-    interval = statistics.bootstrap_interval(*counts)
+    counts = _counts_per_prompt(on_walk)
+    # Turns of one conversation are drawn together; their ids are in the order of the counts.
+    clusters = [statistics.conversation_of(name) for name in sorted(set(on_walk["prompt_id"]))]
+    interval = statistics.bootstrap_interval(*counts, clusters=clusters, highest=num_drafts + 1)
     num_steps = on_walk.height
     num_drafted = int(on_walk["num_drafted"].sum())
     num_accepted = int(on_walk["num_accepted_drafts"].sum())
-    num_full = int((on_walk["num_accepted_drafts"] == block_size - 1).sum())
-    knows_ties = on_walk["is_near_tie"].null_count() == 0
+    num_full = int((on_walk["num_accepted_drafts"] == num_drafts).sum())
     return {
-        "num_prompts": per_prompt.height,
+        "num_prompts": len(counts.emitted_N),
         "num_verification_steps": num_steps,
         "num_drafted_tokens": num_drafted,
         "num_accepted_drafts": num_accepted,
         "num_emitted_tokens": int(on_walk["num_emitted_tokens"].sum()),
         "num_full_blocks": num_full,
-        "num_near_ties": int(on_walk["is_near_tie"].sum()) if knows_ties else None,
         "num_anchors": blocks.height,
         "tau_pooled": number_or_none(statistics.tau_pooled(*counts)),
         "ci_low": number_or_none(interval.low),
         "ci_high": number_or_none(interval.high),
         "tau_prompt_mean": number_or_none(statistics.tau_prompt_mean(*counts)),
         "tau_all_anchors": _mean_emitted(blocks) if has_all_anchors else None,
-        "tau_without_near_ties": _mean_emitted(on_walk.filter(~polars.col("is_near_tie"))) if knows_ties else None,
         "acceptance_rate": _ratio(num_accepted, num_drafted),
         "share_full_blocks": _ratio(num_full, num_steps),
+    } | _without_near_ties(on_walk)
+
+
+class _Counts(NamedTuple):
+    """Tokens and steps of each prompt that has a step."""
+
+    emitted_N: FloatArray
+    steps_N: FloatArray
+
+
+def _counts_per_prompt(steps: polars.DataFrame) -> _Counts:
+    emitted = polars.col("num_emitted_tokens").sum()
+    per_prompt = steps.group_by("prompt_id").agg(emitted, num_steps=polars.len()).sort("prompt_id")
+    return _Counts(per_prompt["num_emitted_tokens"].to_numpy(), per_prompt["num_steps"].to_numpy())
+
+
+def _without_near_ties(on_walk: polars.DataFrame) -> dict[str, Any]:
+    """Return how many steps a near-tie decided and both taus of the others; all NULL where margins are not known.
+
+    The walk stays the one that was walked: flagged steps are left out of the sums, nothing is walked anew.
+    """
+    if on_walk["is_near_tie"].null_count():
+        return {}
+    rest = on_walk.filter(~polars.col("is_near_tie"))
+    counts = _counts_per_prompt(rest)
+    return {
+        "num_near_ties": on_walk.height - rest.height,
+        "num_prompts_without_near_ties": len(counts.emitted_N),
+        "num_emitted_without_near_ties": int(rest["num_emitted_tokens"].sum()),
+        "tau_without_near_ties": number_or_none(statistics.tau_pooled(*counts)),
+        "tau_prompt_mean_without_near_ties": number_or_none(statistics.tau_prompt_mean(*counts)),
     }
 
 
@@ -142,10 +154,10 @@ def _ratio(numerator: int, denominator: int) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def _survival(on_walk: polars.DataFrame, block_size: int) -> Iterator[dict[str, Any]]:
+def _survival(on_walk: polars.DataFrame, num_drafts: int) -> Iterator[dict[str, Any]]:
     num_blocks = on_walk.height
     num_before = num_blocks
-    for position in range(1, block_size):
+    for position in range(1, num_drafts + 1):
         num_survived = int((on_walk["num_accepted_drafts"] >= position).sum())
         yield {
             "draft_position": position,

@@ -1,8 +1,10 @@
-"""Comparing checkpoints on the same prompts, and the gate that a script can act on.
+"""Comparing checkpoints on the same prompts.
 
 With a baseline every other row is compared with it; without one every row is compared with the
 row before it: in the order typed, or else with the step before in the same run. Differences are
-paired over the prompts that both rows have.
+paired over the prompts that both rows have; turns of one conversation are resampled together.
+
+Intervals are made here, from the stored counts: those of rows that an older version wrote are not used.
 """
 
 from __future__ import annotations
@@ -13,25 +15,29 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import duckdb
+import numpy as np
 
-from dflash_core.acceptance.statistics import PairedDifference, holm_adjusted, paired_difference
-from dflash_core.errors import InputError
+from dflash_core.acceptance import statistics
+from dflash_core.acceptance.power import prompts_needed
+from dflash_core.acceptance.ranking import told_from_best
+from dflash_core.acceptance.statistics import PairedDifference, conversation_of, holm_adjusted, paired_difference
 from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, reading
-from dflash_core.results.records import ALL
-from dflash_core.results.selection import Candidate, Conditions, select
+from dflash_core.results.selection import Candidate, Conditions, Wanted, find, select
+
+DEFAULT_WANTED_DIFFERENCE = 0.1
+"""In tokens per verification step: how many prompts would show so much is told where nobody asks for another."""
 
 _CANDIDATES = """
     SELECT
-        evaluation_id, checkpoint_id, run, step, url, status, error, started_at, dtype, target_dtype, device,
-        target, transcripts_digest, block_size, metrics_version
-    FROM evaluations JOIN checkpoints USING (checkpoint_id)
-"""
-_ACCEPTANCE = """
-    SELECT evaluation_id, tau_pooled, ci_low, ci_high, tau_prompt_mean, num_prompts, num_verification_steps
-    FROM acceptance WHERE slice = 'all' AND list_contains(?, evaluation_id)
+        evaluation_id, checkpoint_id, run, step, url, status, error, started_at, device, target, transcripts_digest,
+        block_size, dtype, target_dtype, thinking, chat_template_digest, verification_rule, counting_rule,
+        row_alignment, metrics_version, acceptance.tau_pooled
+    FROM evaluations
+    JOIN checkpoints USING (checkpoint_id)
+    LEFT JOIN (FROM acceptance WHERE slice = 'all') AS acceptance USING (evaluation_id)
 """
 _COUNTS = """
-    SELECT evaluation_id, dataset, prompt_id, num_emitted_tokens, num_verification_steps
+    SELECT evaluation_id, prompt_id, dataset, prompt_group, num_emitted_tokens, num_verification_steps
     FROM prompt_acceptance WHERE list_contains(?, evaluation_id)
 """
 
@@ -40,8 +46,27 @@ class Counts(NamedTuple):
     """What one drafter did on one prompt."""
 
     dataset: str
+    group: str | None
     num_emitted_tokens: int
     num_verification_steps: int
+
+
+CountsOfPrompts = Mapping[str, Counts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tau:
+    """Both means over one set of prompts, and the interval of the pooled one."""
+
+    tau_pooled: float
+    """NaN where nothing was measured."""
+    ci_low: float
+    ci_high: float
+    tau_prompt_mean: float
+    num_prompts: int
+    num_verification_steps: int
+    word: str | None
+    """Why there is no interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,20 +79,52 @@ class ComparisonRow:
     run: str
     step: int | None
     url: str
-    tau_pooled: float | None
-    ci_low: float | None
-    ci_high: float | None
-    tau_prompt_mean: float | None
-    num_prompts: int
-    num_verification_steps: int
+    tau: Tau
+    """Over all prompts of this checkpoint."""
     compared_with: str | None
     """Label of the row that the difference is to; None for the baseline and for a first row."""
     difference: PairedDifference | None
     """This row's pooled tau minus the other's, on the prompts that both have."""
     p_adjusted: float
     """The p-value after Holm's correction for all rows of the table; NaN where there is none."""
-    datasets: Mapping[str, PairedDifference]
-    """The same difference per dataset."""
+    num_prompts_needed: int | None
+    """Prompts that would show the wanted difference in 80 % of the cases; None where nothing can be said."""
+    counts: CountsOfPrompts
+    """What this checkpoint did on each prompt."""
+    counts_of_other: CountsOfPrompts
+    """What the one that it is compared with did; empty without one."""
+    block_size: int | None
+
+    @property
+    def datasets(self) -> dict[str, PairedDifference]:
+        """The same difference per dataset, made when it is asked for."""
+        return self.differences_by("dataset")
+
+    @property
+    def groups(self) -> dict[str, PairedDifference]:
+        """The same difference per group of prompts."""
+        return self.differences_by("group")
+
+    def differences_by(self, by: str) -> dict[str, PairedDifference]:
+        """Return the difference on each slice that both have prompts of."""
+        other, own = _sliced(self.counts_of_other, by), _sliced(self.counts, by)
+        return {name: paired(other[name], own[name]) for name in sorted(other.keys() & own.keys())}
+
+    def taus_by(self, by: str) -> dict[str, Tau]:
+        """Return the taus of each dataset or group."""
+        return {name: _tau(part, self.block_size) for name, part in _sliced(self.counts, by).items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as plain values, the taus of all prompts at the top."""
+        own = ("evaluation_id", "label", "run", "step", "url", "compared_with", "p_adjusted", "num_prompts_needed")
+        tau = asdict(self.tau)
+        return {name: getattr(self, name) for name in own} | {
+            "tau_word": tau.pop("word"),
+            **tau,
+            "difference": None if self.difference is None else asdict(self.difference),
+            "datasets": {name: asdict(found) for name, found in self.datasets.items()},
+            "groups": {name: asdict(found) for name, found in self.groups.items()},
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,32 +136,35 @@ class Comparison:
     """What all rows share."""
     baseline: str | None
     """Label of the row that `--baseline` named; None: each row is compared with the one before."""
+    not_told_from_best: tuple[str, ...]
+    """Labels of the rows that cannot be told from the best on the prompts that all rows have; empty with one row."""
+    wanted_difference: float
+    """What `num_prompts_needed` of the rows is for, in tokens per verification step."""
     notes: tuple[str, ...]
     """What a reader must know beside the numbers, one line each."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values; a number that was not measured is None."""
-        return _without_nan(
+        return without_nan(
             {
                 "baseline": self.baseline,
                 "conditions": self.conditions._asdict(),
                 "notes": list(self.notes),
-                "rows": [
-                    asdict(row) | {"datasets": {k: asdict(v) for k, v in row.datasets.items()}} for row in self.rows
-                ],
+                "not_told_from_best": list(self.not_told_from_best),
+                "wanted_difference": self.wanted_difference,
+                "rows": [row.as_json() for row in self.rows],
             }
         )
 
 
-class GateResult(NamedTuple):
-    """Whether a gate was passed, and one line that says why."""
-
-    passed: bool
-    message: str
-
-
 def compare(
-    path: PathLike, selectors: Sequence[str] = (), baseline: str | None = None, *, wait_s: float = DEFAULT_WAIT_S
+    path: PathLike,
+    selectors: Sequence[str] = (),
+    baseline: str | None = None,
+    *,
+    wanted: Wanted | None = None,
+    wanted_difference: float = DEFAULT_WANTED_DIFFERENCE,
+    wait_s: float = DEFAULT_WAIT_S,
 ) -> Comparison:
     """Compare evaluations on the prompts that they share.
 
@@ -113,6 +173,8 @@ def compare(
         selectors: what to compare, see `selection.select`; none: every step of every run.
         baseline: a selector for the row that all others are compared with; None compares each row
             with the row before it (without selectors: only within one run).
+        wanted: the conditions to take, where several were evaluated.
+        wanted_difference: how many prompts would show it is told per row, in tokens per verification step.
         wait_s: how long to wait, in seconds, while another process writes.
 
     Raises:
@@ -120,68 +182,74 @@ def compare(
         NoResults: there is no database yet.
     """
     with reading(path, wait_s=wait_s) as connection:
-        selection = select(_candidates(connection), selectors, baseline)
+        selection = select(_candidates(connection), selectors, baseline, wanted)
         ids = [row.evaluation_id for row in selection.rows]
-        acceptance = {row[0]: row[1:] for row in connection.execute(_ACCEPTANCE, [ids]).fetchall()}
         counts: dict[str, dict[str, Counts]] = {evaluation_id: {} for evaluation_id in ids}
-        for evaluation_id, dataset, prompt_id, emitted, steps in connection.execute(_COUNTS, [ids]).fetchall():
-            counts[evaluation_id][prompt_id] = Counts(dataset, emitted, steps)
+        for evaluation_id, prompt_id, *values in connection.execute(_COUNTS, [ids]).fetchall():
+            counts[evaluation_id][prompt_id] = Counts(*values)
     others = _compared_with(selection.rows, selection.baseline, is_typed=bool(selectors))
     differences = [
-        None if other is None else _differences(counts[other.evaluation_id], counts[row.evaluation_id])
+        None if other is None else paired(counts[other.evaluation_id], counts[row.evaluation_id])
         for row, other in zip(selection.rows, others, strict=True)
     ]
-    adjusted = holm_adjusted([math.nan if found is None else found[ALL].p_value for found in differences])
-    rows = [
-        _row(row, acceptance[row.evaluation_id], other, found, p_adjusted)
-        for row, other, found, p_adjusted in zip(selection.rows, others, differences, adjusted, strict=True)
-    ]
+    adjusted = holm_adjusted([math.nan if found is None else found.p_value for found in differences])
+    rows = []
+    for row, other, found, p_adjusted in zip(selection.rows, others, differences, adjusted, strict=True):
+        own = counts[row.evaluation_id]
+        of_other = {} if other is None else counts[other.evaluation_id]
+        rows.append(
+            ComparisonRow(
+                evaluation_id=row.evaluation_id,
+                label=row.label,
+                run=row.run,
+                step=row.step,
+                url=row.url,
+                tau=_tau(own, row.conditions.block_size),
+                compared_with=None if other is None else other.label,
+                difference=found,
+                p_adjusted=p_adjusted,
+                num_prompts_needed=_needed(found, wanted_difference),
+                counts=own,
+                counts_of_other=of_other,
+                block_size=row.conditions.block_size,
+            )
+        )
     return Comparison(
         rows=tuple(rows),
         conditions=selection.rows[0].conditions,
         baseline=None if selection.baseline is None else selection.baseline.label,
-        notes=selection.notes,
+        not_told_from_best=_not_told_from_best(selection.rows, counts),
+        wanted_difference=wanted_difference,
+        notes=(*selection.notes, *_conversations_note(counts)),
     )
 
 
-def gate(comparison: Comparison, fail_below: float) -> GateResult:
-    """Judge a comparison for `--fail-below T`.
-
-    Without `--baseline` the gate fails when the pooled tau of any row is below T (tokens per
-    verification step). With `--baseline` it fails when the difference of any other row to the
-    baseline is below T: 0 demands "not worse", -0.05 forgives a loss of 0.05. The measured value
-    decides, not the end of its interval, which the message gives along. Nothing to judge, or a
-    number that was not measured, fails.
+def url_of(path: PathLike, selector: str, wanted: Wanted | None = None, *, wait_s: float = DEFAULT_WAIT_S) -> str:
+    """Return the address of the checkpoint that a selector of `compare` stands for.
 
     Raises:
-        InputError: T is not a number.
+        InputError: it stands for nothing, or for several checkpoints.
+        NoResults: there is no database yet.
     """
-    if not math.isfinite(fail_below):
-        raise InputError(f"--fail-below must be a number, got {fail_below!r}")
-    what = "tau" if comparison.baseline is None else f"difference to {comparison.baseline}"
-    is_judged = [comparison.baseline is None or row.compared_with is not None for row in comparison.rows]
-    judged = [_judged(row, comparison.baseline) for row, is_in in zip(comparison.rows, is_judged, strict=True) if is_in]
-    if not judged:
-        return GateResult(False, f"gate failed: there is nothing to judge the {what} of")
-    label, value, low, high = min(judged, key=lambda entry: -math.inf if math.isnan(entry[1]) else entry[1])
-    if math.isnan(value):
-        return GateResult(False, f"gate failed: the {what} of {label} was not measured")
-    passed = value >= fail_below
-    verdict = "gate passed: the smallest" if passed else "gate failed: the"
-    interval = "no interval" if math.isnan(low) else f"95 % interval {low:.3f} to {high:.3f}"
-    comparator = "is not below" if passed else "is below"
-    return GateResult(passed, f"{verdict} {what}, {value:.3f} of {label} ({interval}), {comparator} {fail_below:g}")
+    with reading(path, wait_s=wait_s) as connection:
+        return find(_candidates(connection), selector, wanted or Wanted())[0].url
 
 
-def _judged(row: ComparisonRow, baseline: str | None) -> tuple[str, float, float, float]:
-    """Return label, value and interval of what the gate looks at."""
-    if baseline is None:
-        numbers = (row.tau_pooled, row.ci_low, row.ci_high)
-    else:
-        found = row.difference
-        numbers = (None, None, None) if found is None else (found.difference, found.ci_low, found.ci_high)
-    value, low, high = (math.nan if number is None else number for number in numbers)
-    return row.label, value, low, high
+def columns_of(a: CountsOfPrompts, b: CountsOfPrompts) -> tuple[list[list[int]], list[str]]:
+    """Return tokens and steps of a and of b on the prompts that both have, and each prompt's conversation."""
+    shared = sorted(a.keys() & b.keys())
+    columns = [
+        [getattr(side[prompt_id], name) for prompt_id in shared]
+        for side in (a, b)
+        for name in ("num_emitted_tokens", "num_verification_steps")
+    ]
+    return columns, [conversation_of(prompt_id) for prompt_id in shared]
+
+
+def paired(a: CountsOfPrompts, b: CountsOfPrompts) -> PairedDifference:
+    """Return b minus a over the prompts that both have."""
+    columns, clusters = columns_of(a, b)
+    return paired_difference(*columns, clusters=clusters)
 
 
 def _candidates(connection: duckdb.DuckDBPyConnection) -> list[Candidate]:
@@ -205,54 +273,66 @@ def _compared_with(rows: Sequence[Candidate], baseline: Candidate | None, *, is_
     ]
 
 
-def _differences(a: Mapping[str, Counts], b: Mapping[str, Counts]) -> dict[str, PairedDifference]:
-    """Return b minus a over the prompts that both have: of all, and of each dataset."""
-    shared = sorted(a.keys() & b.keys())
-    found = {ALL: _paired(a, b, shared)}
-    for dataset in sorted({a[prompt_id].dataset for prompt_id in shared}):
-        found[dataset] = _paired(a, b, [prompt_id for prompt_id in shared if a[prompt_id].dataset == dataset])
-    return found
+def _sliced(counts: CountsOfPrompts, by: str) -> dict[str, dict[str, Counts]]:
+    parts: dict[str, dict[str, Counts]] = {}
+    for prompt_id, found in counts.items():
+        name = getattr(found, by)
+        if name is not None:
+            parts.setdefault(name, {})[prompt_id] = found
+    return dict(sorted(parts.items()))
 
 
-def _paired(a: Mapping[str, Counts], b: Mapping[str, Counts], prompt_ids: list[str]) -> PairedDifference:
-    sides = [
-        [getattr(side[prompt_id], name) for prompt_id in prompt_ids]
-        for side in (a, b)
-        for name in ("num_emitted_tokens", "num_verification_steps")
-    ]
-    return paired_difference(*sides)
-
-
-def _row(
-    candidate: Candidate,
-    acceptance: Sequence[Any],
-    other: Candidate | None,
-    differences: Mapping[str, PairedDifference] | None,
-    p_adjusted: float,
-) -> ComparisonRow:
-    tau_pooled, ci_low, ci_high, tau_prompt_mean, num_prompts, num_steps = acceptance
-    return ComparisonRow(
-        evaluation_id=candidate.evaluation_id,
-        label=candidate.label,
-        run=candidate.run,
-        step=candidate.step,
-        url=candidate.url,
-        tau_pooled=tau_pooled,
-        ci_low=ci_low,
-        ci_high=ci_high,
-        tau_prompt_mean=tau_prompt_mean,
-        num_prompts=num_prompts,
-        num_verification_steps=num_steps,
-        compared_with=None if other is None else other.label,
-        difference=None if differences is None else differences[ALL],
-        p_adjusted=p_adjusted,
-        datasets={} if differences is None else {k: v for k, v in differences.items() if k != ALL},
+def _tau(counts: CountsOfPrompts, block_size: int | None) -> Tau:
+    emitted = [found.num_emitted_tokens for found in counts.values()]
+    steps = [found.num_verification_steps for found in counts.values()]
+    interval = statistics.bootstrap_interval(
+        emitted, steps, clusters=[conversation_of(name) for name in counts], highest=block_size or math.inf
+    )
+    return Tau(
+        tau_pooled=statistics.tau_pooled(emitted, steps),
+        ci_low=interval.low,
+        ci_high=interval.high,
+        tau_prompt_mean=statistics.tau_prompt_mean(emitted, steps),
+        num_prompts=sum(number > 0 for number in steps),
+        num_verification_steps=sum(steps),
+        word=interval.word,
     )
 
 
-def _without_nan(value: Any) -> Any:
+def _needed(found: PairedDifference | None, wanted: float) -> int | None:
+    return None if found is None else prompts_needed(found.standard_error, found.num_units, wanted)
+
+
+def _not_told_from_best(rows: Sequence[Candidate], counts: Mapping[str, CountsOfPrompts]) -> tuple[str, ...]:
+    """Return the labels of the rows that no other row leads by more than chance."""
+    if len(rows) < 2:
+        return ()
+    shared = sorted(set.intersection(*(set(counts[row.evaluation_id]) for row in rows)))
+    conversations = sorted({conversation_of(prompt_id) for prompt_id in shared})
+    place = {name: number for number, name in enumerate(conversations)}
+    sums = np.zeros((2, len(rows), len(conversations)))
+    for number, row in enumerate(rows):
+        for prompt_id in shared:
+            found = counts[row.evaluation_id][prompt_id]
+            sums[:, number, place[conversation_of(prompt_id)]] += found[2:]
+    told = told_from_best(sums[0], sums[1])
+    return tuple(row.label for row, is_told in zip(rows, told, strict=True) if not is_told)
+
+
+def _conversations_note(counts: Mapping[str, CountsOfPrompts]) -> list[str]:
+    ids = {prompt_id for found in counts.values() for prompt_id in found}
+    conversations = {conversation_of(prompt_id) for prompt_id in ids}
+    if len(conversations) == len(ids):
+        return []
+    return [
+        f"turns of one conversation are resampled together: {len(ids)} prompts are {len(conversations)} conversations"
+    ]
+
+
+def without_nan(value: Any) -> Any:
+    """Return JSON values with None for NaN, at any depth."""
     if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(entry) for entry in value]
+        return {key: without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
     return None if isinstance(value, float) and math.isnan(value) else value

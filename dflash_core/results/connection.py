@@ -6,7 +6,7 @@ holds the file, and one process opens the file once at a time (DuckDB shares one
 its settings, between the connections of a process).
 
 A file of an older version is brought up to date when it is opened for writing; reading leaves it as it
-is, since every version so far answers the same queries.
+is: what that version did not have yet is missing, everything else is answered alike.
 """
 
 from __future__ import annotations
@@ -178,6 +178,17 @@ def _schema_version(connection: duckdb.DuckDBPyConnection, path: PathLike) -> in
             "upgrade dflash-eval, or name another file under `results`"
         )
     return version
+
+
+def age_note(connection: duckdb.DuckDBPyConnection) -> str:
+    """Return what to say where a table or column was not found: nothing, unless the file is of an older version."""
+    row = connection.execute("SELECT schema_version FROM meta").fetchone()
+    if row is None or row[0] >= SCHEMA_VERSION:
+        return ""
+    return (
+        f"; this file has schema version {row[0]} and not yet all of version {SCHEMA_VERSION}: "
+        "the next `dflash-eval evaluate` brings it up to date"
+    )
 
 
 def _create_schema(connection: duckdb.DuckDBPyConnection) -> None:

@@ -18,9 +18,11 @@ import polars.selectors
 
 from dflash_core.errors import NoResults, ResultsError
 from dflash_core.results.aggregate import ACCEPTANCE_SCHEMA, aggregate
-from dflash_core.results.checks import check_finite, check_record, json_text
+from dflash_core.results.aggregate_extras import aggregate_extra
+from dflash_core.results.checks import check_finite, check_record, json_text, num_drafts
 from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, reading, writing
-from dflash_core.results.records import SPEC_COLUMNS, WITHOUT_NUMBERS, EvaluationRecord
+from dflash_core.results.extras_reading import read_extras
+from dflash_core.results.records import EXTRA_SCHEMAS, SPEC_COLUMNS, WITHOUT_NUMBERS, EvaluationRecord
 
 # On a second look at one checkpoint, what is known now wins and what is unknown now is kept.
 _ADD_CHECKPOINT = """
@@ -40,8 +42,8 @@ _ADD = {
     "acceptance": "INSERT INTO acceptance BY NAME SELECT * FROM incoming",
     "survival": "INSERT INTO survival BY NAME SELECT * FROM incoming",
     "hosts": "INSERT OR REPLACE INTO hosts BY NAME SELECT * FROM incoming",
-}
-_TABLES_OF_ONE_EVALUATION = ("survival", "acceptance", "blocks", "evaluations")
+} | {name: f"INSERT INTO {name} BY NAME SELECT * FROM incoming" for name in EXTRA_SCHEMAS}
+_TABLES_OF_ONE_EVALUATION = (*EXTRA_SCHEMAS, "survival", "acceptance", "blocks", "evaluations")
 
 _EVALUATION = """
     SELECT
@@ -124,13 +126,33 @@ def write_hosts(path: PathLike, rows: Iterable[Mapping[str, Any]], *, wait_s: fl
             _insert(connection, {"hosts": _frame(hosts)})
 
 
-def has_evaluation(path: PathLike, evaluation_id: str, *, wait_s: float = DEFAULT_WAIT_S) -> bool:
-    """Tell whether an evaluation is stored and done; False also where there is no database."""
+def has_evaluation(
+    path: PathLike,
+    evaluation_id: str,
+    *,
+    extras: Mapping[str, Any] | None = None,
+    wait_s: float = DEFAULT_WAIT_S,
+) -> bool:
+    """Tell whether an evaluation is stored and done; False also where there is no database.
+
+    Args:
+        path: of the database.
+        evaluation_id: in full.
+        extras: `extras` of the spec, where more numbers are wanted: it must have been stored with the same.
+        wait_s: how long to wait, in seconds, while another process writes.
+    """
     try:
         with reading(path, wait_s=wait_s) as connection:
-            return _is_done(connection, evaluation_id)
+            if not _is_done(connection, evaluation_id):
+                return False
+            if not extras:
+                return True
+            statement = "SELECT spec FROM evaluations WHERE evaluation_id = ?"
+            row = connection.execute(statement, [evaluation_id]).fetchone()
     except NoResults:
         return False
+    stored = json.loads(row[0]).get("extras") if row is not None else None
+    return bool(json_text(stored, "extras") == json_text(extras, "extras"))
 
 
 def read_evaluation(
@@ -143,6 +165,9 @@ def read_evaluation(
         evaluation_id: in full.
         blocks: add `walks`: prompt id to the list of tokens emitted per verification step.
         wait_s: how long to wait, in seconds, while another process writes.
+
+    Returns:
+        `extras` is in it only where such numbers were asked for; see `extras_reading`.
     """
     try:
         with reading(path, wait_s=wait_s) as connection:
@@ -152,6 +177,7 @@ def read_evaluation(
             acceptance = _as_dicts(connection.execute("FROM acceptance WHERE evaluation_id = ?", [evaluation_id]))
             survival = connection.execute(_SURVIVAL, [evaluation_id]).fetchall()
             walks = connection.execute(_WALKS, [evaluation_id]).fetchall() if blocks else []
+            extras = read_extras(connection, evaluation_id)
     except NoResults:
         return None
     evaluation = found[0]
@@ -162,6 +188,8 @@ def read_evaluation(
     slices = _slices(acceptance, {(kind, name): values for kind, name, values in survival})
     evaluation["datasets"] = slices["all"] | slices["dataset"]
     evaluation["groups"] = slices["group"]
+    if extras:
+        evaluation["extras"] = extras
     if blocks:
         evaluation["walks"] = dict(walks)
     return evaluation
@@ -188,12 +216,18 @@ def _rows(record: EvaluationRecord) -> dict[str, polars.DataFrame]:
     if record.blocks is None or record.block_size is None:
         return tables
     has_all_anchors = record.spec.get("anchors") == "all" or not record.blocks["is_on_walk"].all()
-    aggregates = aggregate(record.blocks, record.prompts, block_size=record.block_size, has_all_anchors=has_all_anchors)
+    most = num_drafts(record, record.block_size)
+    aggregates = aggregate(record.blocks, record.prompts, num_drafts=most, has_all_anchors=has_all_anchors)
+    extras = {
+        name: aggregate_extra(name, frame, record.prompts).with_columns(key)
+        for name, frame in record.extras.frames().items()
+    }
     return tables | {
         "prompts": _frame(_prompt_rows(record)),
         "blocks": record.blocks.with_columns(key),
         "acceptance": aggregates.acceptance.with_columns(key),
         "survival": aggregates.survival.with_columns(key),
+        **extras,
     }
 
 
@@ -228,6 +262,7 @@ def _evaluation_row(record: EvaluationRecord) -> dict[str, Any]:
         "error": record.error,
         "target": record.target,
         "block_size": record.block_size,
+        "num_drafts": num_drafts(record, record.block_size) if record.status == "done" and record.block_size else None,
         "device": record.device,
         "dtype": record.dtype,
         "transcripts_digest": record.transcripts_digest,
@@ -270,7 +305,8 @@ def _slices(
     """Return slice kind to name to the numbers of that slice."""
     kinds: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in acceptance:
-        numbers = {name: row[name] for name in ACCEPTANCE_SCHEMA if name not in ("slice", "dataset")}
+        # A file of an older version lacks columns, which is the same as not measured.
+        numbers = {name: row.get(name) for name in ACCEPTANCE_SCHEMA if name not in ("slice", "dataset")}
         numbers["survival"] = survival.get((row["slice"], row["dataset"]), [])
         kinds[row["slice"]][row["dataset"]] = numbers
     return kinds

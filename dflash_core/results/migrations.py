@@ -12,6 +12,7 @@ such a log back where a CHECK of the table calls a function.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import resources
 
 import duckdb
 
@@ -41,6 +42,99 @@ _EVALUATIONS_2 = """
     bytes_read BIGINT NOT NULL CHECK (bytes_read >= 0),
     cached JSON NOT NULL,
     CHECK ((status = 'done') = (error IS NULL))
+"""
+_EVALUATIONS_3 = """
+    evaluation_id VARCHAR PRIMARY KEY,
+    checkpoint_id VARCHAR NOT NULL,
+    status VARCHAR NOT NULL CHECK (status IN ('done', 'failed', 'vanished')),
+    error VARCHAR,
+    target VARCHAR NOT NULL,
+    block_size BIGINT CHECK (block_size >= 1),
+    num_drafts BIGINT CHECK (num_drafts >= 0),
+    device VARCHAR,
+    dtype VARCHAR,
+    target_dtype VARCHAR,
+    transcripts_digest VARCHAR,
+    thinking BOOLEAN,
+    chat_template_digest VARCHAR,
+    verification_rule VARCHAR,
+    counting_rule VARCHAR,
+    row_alignment VARCHAR,
+    metrics_version VARCHAR,
+    extraction_version VARCHAR,
+    packages JSON,
+    spec JSON NOT NULL,
+    started_at TIMESTAMP NOT NULL,
+    seconds JSON NOT NULL,
+    total_seconds DOUBLE NOT NULL CHECK (isfinite(total_seconds) AND total_seconds >= 0),
+    bytes_read BIGINT NOT NULL CHECK (bytes_read >= 0),
+    cached JSON NOT NULL,
+    CHECK ((status = 'done') = (error IS NULL))
+"""
+_ACCEPTANCE_3 = """
+    evaluation_id VARCHAR NOT NULL,
+    slice VARCHAR NOT NULL CHECK (slice IN ('all', 'dataset', 'group')),
+    dataset VARCHAR NOT NULL,
+    num_prompts BIGINT NOT NULL,
+    num_verification_steps BIGINT NOT NULL,
+    num_drafted_tokens BIGINT NOT NULL,
+    num_accepted_drafts BIGINT NOT NULL,
+    num_emitted_tokens BIGINT NOT NULL,
+    num_full_blocks BIGINT NOT NULL,
+    num_near_ties BIGINT,
+    num_anchors BIGINT NOT NULL,
+    tau_pooled DOUBLE CHECK (isfinite(tau_pooled)),
+    ci_low DOUBLE CHECK (isfinite(ci_low)),
+    ci_high DOUBLE CHECK (isfinite(ci_high)),
+    tau_prompt_mean DOUBLE CHECK (isfinite(tau_prompt_mean)),
+    tau_all_anchors DOUBLE CHECK (isfinite(tau_all_anchors)),
+    num_prompts_without_near_ties BIGINT,
+    num_emitted_without_near_ties BIGINT,
+    tau_without_near_ties DOUBLE CHECK (isfinite(tau_without_near_ties)),
+    tau_prompt_mean_without_near_ties DOUBLE CHECK (isfinite(tau_prompt_mean_without_near_ties)),
+    acceptance_rate DOUBLE CHECK (isfinite(acceptance_rate)),
+    share_full_blocks DOUBLE CHECK (isfinite(share_full_blocks)),
+    PRIMARY KEY (evaluation_id, slice, dataset)
+"""
+# Every block that was counted so far had its anchor in slot 0 and drafted the rest.
+_KEPT_EVALUATIONS_3 = "SELECT *, CASE WHEN status = 'done' THEN block_size - 1 END AS num_drafts FROM kept_evaluations"
+# The new columns of each slice, from its blocks; NULL as `num_near_ties` is.
+_KEPT_ACCEPTANCE_3 = """
+    WITH labelled AS (
+        SELECT
+            evaluation_id, prompt_id, dataset, prompt_group, num_emitted_tokens,
+            CASE WHEN NOT is_near_tie THEN num_emitted_tokens END AS num_emitted_without
+        FROM blocks JOIN evaluations USING (evaluation_id) JOIN prompts USING (transcripts_digest, prompt_id)
+        WHERE is_on_walk
+    ),
+    sliced AS (
+        SELECT *, 'all' AS slice, 'all' AS name FROM labelled
+        UNION ALL SELECT *, 'dataset', dataset FROM labelled
+        UNION ALL SELECT *, 'group', prompt_group FROM labelled WHERE prompt_group IS NOT NULL
+    ),
+    per_prompt AS (
+        SELECT
+            evaluation_id, slice, name, prompt_id,
+            sum(num_emitted_without) AS num_emitted, count(num_emitted_without) AS num_steps
+        FROM sliced GROUP BY ALL
+    ),
+    found AS (
+        SELECT
+            evaluation_id, slice, name AS dataset,
+            count(*) FILTER (num_steps > 0) AS num_prompts_without_near_ties,
+            CAST(coalesce(sum(num_emitted), 0) AS BIGINT) AS num_emitted_without_near_ties,
+            avg(num_emitted / num_steps) FILTER (num_steps > 0) AS tau_prompt_mean_without_near_ties
+        FROM per_prompt GROUP BY ALL
+    )
+    SELECT
+        kept.*,
+        CASE WHEN kept.num_near_ties IS NOT NULL THEN coalesce(num_prompts_without_near_ties, 0) END
+            AS num_prompts_without_near_ties,
+        CASE WHEN kept.num_near_ties IS NOT NULL THEN coalesce(num_emitted_without_near_ties, 0) END
+            AS num_emitted_without_near_ties,
+        CASE WHEN kept.num_near_ties IS NOT NULL THEN tau_prompt_mean_without_near_ties END
+            AS tau_prompt_mean_without_near_ties
+    FROM kept_acceptance AS kept LEFT JOIN found USING (evaluation_id, slice, dataset)
 """
 _COLUMNS = """
     SELECT column_name, data_type FROM duckdb_columns()
@@ -72,8 +166,19 @@ def _add_status_vanished(connection: duckdb.DuckDBPyConnection) -> None:
     _declare_anew(connection, "evaluations", _EVALUATIONS_2)
 
 
-def _declare_anew(connection: duckdb.DuckDBPyConnection, table: str, elements: str) -> None:
-    """Declare a table with other constraints and keep its rows, which wait in a temporary table.
+def _add_extras(connection: duckdb.DuckDBPyConnection) -> None:
+    """From 2 to 3: drafts of a whole block, both taus without near-ties, and tables of extras."""
+    _declare_anew(connection, "evaluations", _EVALUATIONS_3, kept_rows=_KEPT_EVALUATIONS_3)
+    _declare_anew(connection, "acceptance", _ACCEPTANCE_3, kept_rows=_KEPT_ACCEPTANCE_3)
+    connection.execute(resources.files("dflash_core.results").joinpath("to_version_3.sql").read_text(encoding="utf-8"))
+
+
+def _declare_anew(
+    connection: duckdb.DuckDBPyConnection, table: str, elements: str, *, kept_rows: str | None = None
+) -> None:
+    """Declare a table with other columns or constraints and keep its rows, which wait in a temporary table.
+
+    `kept_rows` selects them, with what new columns hold, from `kept_<table>`; None takes them as they are.
 
     Columns and indexes that somebody added stay, such a column by name and type alone. Views hold the
     table's name and stay as they are. DuckDB refuses where a foreign key of somebody's table points here.
@@ -88,7 +193,7 @@ def _declare_anew(connection: duckdb.DuckDBPyConnection, table: str, elements: s
     added = [f', "{_escaped(name)}" {kind}' for name, kind in columns.items() if name not in declared]
     if added:
         connection.execute(f"CREATE OR REPLACE TABLE {table} ({elements}{''.join(added)})")
-    connection.execute(f"INSERT INTO {table} BY NAME FROM {kept}")
+    connection.execute(f"INSERT INTO {table} BY NAME {kept_rows or f'FROM {kept}'}")
     connection.execute(f"DROP TABLE {kept}")
     for sql in indexes:
         connection.execute(sql)
@@ -98,7 +203,7 @@ def _escaped(name: str) -> str:
     return name.replace('"', '""')
 
 
-MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (_add_status_vanished,)
+MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (_add_status_vanished, _add_extras)
 """The step from version 1 to 2, from 2 to 3, and so on."""
 
 SCHEMA_VERSION = 1 + len(MIGRATIONS)

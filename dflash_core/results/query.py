@@ -1,8 +1,8 @@
 """Reading the results database with SQL that a person typed.
 
 The connection can do nothing but read this one file: it is opened read-only, other files, the
-network and extensions are switched off, Python variables are out of sight, and the settings are
-locked.
+network and extensions are switched off, Python variables are out of sight, nothing is swapped to disk, and
+the settings are locked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import duckdb
 import polars
 
 from dflash_core.errors import QueryError
-from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, first_line, reading
+from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, age_note, first_line, reading
 
 LOCK_STATEMENTS = (
+    # What does not fit into memory is an error: DuckDB would write it into a folder beside the database.
+    "SET temp_directory = ''",
     "SET python_enable_replacements = false",
     "SET enable_external_access = false",
     "SET lock_configuration = true",
@@ -56,6 +58,8 @@ def run_query(path: PathLike, sql: str, *, wait_s: float = DEFAULT_WAIT_S) -> po
             connection.execute(statement)
         try:
             return _read(connection, sql)
+        except (duckdb.CatalogException, duckdb.BinderException) as error:
+            raise QueryError(f"the query does not run: {first_line(error)}{age_note(connection)}") from error
         except duckdb.Error as error:
             raise QueryError(f"the query does not run: {first_line(error)}") from error
 

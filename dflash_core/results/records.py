@@ -18,7 +18,7 @@ BLOCK_SCHEMA: dict[str, Any] = {
     # Place of this block in the serving walk of its prompt, from 0; NULL when serving skips it.
     "walk_step": polars.Int64,
     "is_on_walk": polars.Boolean,
-    # Draft tokens that the drafter proposed: block size - 1, less near the length limit.
+    # Draft tokens that the drafter proposed: `num_drafts`, less near the length limit.
     "num_drafted": polars.Int64,
     # Of those, the ones that lie before the end of the transcript and can be judged.
     "num_available": polars.Int64,
@@ -35,6 +35,56 @@ BLOCK_SCHEMA: dict[str, Any] = {
 
 NULLABLE_BLOCK_COLUMNS = frozenset({"walk_step", "is_near_tie", "miss_rank"})
 """Columns of `BLOCK_SCHEMA` that may be NULL; a target without margins leaves `is_near_tie` NULL."""
+
+_WALK_COUNTS: dict[str, Any] = {
+    # Blocks of the walk that this drafting has of its own.
+    "num_verification_steps": polars.Int64,
+    "num_accepted_drafts": polars.Int64,
+    "num_emitted_tokens": polars.Int64,
+}
+SWEEP_SCHEMA: dict[str, Any] = {
+    "prompt_id": polars.String,
+    "block_size": polars.Int64,
+    # `prefix` of the longer block's draft, or `redrafted` with fewer slots.
+    "method": polars.String,
+    **_WALK_COUNTS,
+}
+TREES_SCHEMA: dict[str, Any] = {
+    "prompt_id": polars.String,
+    # Nodes of the tree, the anchor not counted.
+    "budget": polars.Int64,
+    **_WALK_COUNTS,
+}
+RECALL_SCHEMA: dict[str, Any] = {
+    "prompt_id": polars.String,
+    "draft_position": polars.Int64,
+    "k": polars.Int64,
+    # Blocks on the walk where this position could be judged, and those with the target's token among the k best.
+    "num_blocks": polars.Int64,
+    "num_recalled": polars.Int64,
+    # The same of blocks whose earlier drafts were all accepted.
+    "num_reached": polars.Int64,
+    "num_reached_recalled": polars.Int64,
+}
+SAMPLED_SCHEMA: dict[str, Any] = {
+    "prompt_id": polars.String,
+    "temperature": polars.Float64,
+    "rule": polars.String,
+    "num_blocks": polars.Int64,
+    "num_judged_drafts": polars.Int64,
+    # Blocks with at least one judged draft.
+    "num_with_drafts": polars.Int64,
+    "sum_first_acceptance": polars.Float64,
+    "sum_expected_accepted": polars.Float64,
+    "sum_accepted_on_transcript": polars.Float64,
+}
+EXTRA_SCHEMAS: dict[str, dict[str, Any]] = {
+    "sweep": SWEEP_SCHEMA,
+    "recall": RECALL_SCHEMA,
+    "trees": TREES_SCHEMA,
+    "sampled": SAMPLED_SCHEMA,
+}
+"""Columns of one row per prompt and setting of each extra; results/README.md defines the numbers."""
 
 SPEC_COLUMNS = (
     "target_dtype",
@@ -94,6 +144,24 @@ class PromptRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Extras:
+    """More numbers from the pass that scored the blocks, per prompt; None where they were not asked for."""
+
+    sweep: polars.DataFrame | None = None
+    """Shorter blocks: rows of `SWEEP_SCHEMA`."""
+    recall: polars.DataFrame | None = None
+    """Recall at k: rows of `RECALL_SCHEMA`."""
+    trees: polars.DataFrame | None = None
+    """Draft trees: rows of `TREES_SCHEMA`."""
+    sampled: polars.DataFrame | None = None
+    """Expected acceptance at temperatures above 0: rows of `SAMPLED_SCHEMA`."""
+
+    def frames(self) -> dict[str, polars.DataFrame]:
+        """Return name to frame of those that there are."""
+        return {name: frame for name in EXTRA_SCHEMAS if (frame := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecord:
     """One scoring of one checkpoint: its conditions, its outcome and one row per block.
 
@@ -115,6 +183,7 @@ class EvaluationRecord:
     target: str
     """Name of the target as people know it."""
     block_size: int | None
+    """Slots of one draft pass, the anchor included."""
     device: str | None
     dtype: str | None
     transcripts_digest: str | None
@@ -129,3 +198,7 @@ class EvaluationRecord:
     prompts: tuple[PromptRecord, ...] = ()
     blocks: polars.DataFrame | None = None
     """Rows of `BLOCK_SCHEMA`."""
+    num_drafts: int | None = None
+    """Tokens that a whole block drafts; None is block size - 1, as for all rows but anchor-shifted ones."""
+    extras: Extras = Extras()
+    """More numbers of the same drafter, where they were asked for."""

@@ -16,12 +16,14 @@ import duckdb
 from dflash_core.acceptance.statistics import PairedDifference
 from dflash_core.results.compare import compare
 from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, reading
+from dflash_core.results.selection import Conditions
 
 _CURVE = """
     SELECT
         learning_curve.*, evaluations.target_dtype, evaluations.thinking, evaluations.chat_template_digest,
         evaluations.verification_rule, evaluations.counting_rule, evaluations.row_alignment,
-        acceptance.share_full_blocks, acceptance.num_near_ties, checkpoints.url
+        acceptance.share_full_blocks, acceptance.num_near_ties AS near_ties,
+        acceptance.tau_without_near_ties AS tau_without_ties, checkpoints.url
     FROM learning_curve
     JOIN evaluations USING (evaluation_id)
     JOIN checkpoints ON checkpoints.checkpoint_id = learning_curve.checkpoint_id
@@ -46,7 +48,6 @@ _WITHOUT_NUMBERS = """
     QUALIFY row_number() OVER (PARTITION BY url ORDER BY started_at DESC, evaluation_id) = 1
     ORDER BY run, step NULLS FIRST, started_at
 """
-_CONDITIONS = ("target", "transcripts_digest", "block_size", "dtype", "metrics_version")
 
 Row = dict[str, Any]
 
@@ -104,7 +105,7 @@ def read_report_data(path: PathLike, *, wait_s: float = DEFAULT_WAIT_S) -> Repor
         missed = _rows(connection, _WITHOUT_NUMBERS)
     by_evaluation = _grouped(survival, ("evaluation_id",))
     sections = []
-    for rows in _grouped(curve, _CONDITIONS).values():
+    for rows in _grouped(curve, Conditions._fields).values():
         totals = [row for row in rows if row["slice"] == "all"]
         sections.append(
             Section(

@@ -1,4 +1,4 @@
--- The results database, schema version 2; `migrations.py` has the steps that lead here. Every column is defined in results/README.md.
+-- The results database, schema version 3; `migrations.py` has the steps that lead here. Every column is defined in results/README.md.
 -- A missing number is NULL; NaN and infinity are refused. Times are UTC.
 
 CREATE TABLE meta (
@@ -23,7 +23,8 @@ CREATE TABLE evaluations (
     status VARCHAR NOT NULL CHECK (status IN ('done', 'failed', 'vanished')),
     error VARCHAR,
     target VARCHAR NOT NULL,
-    block_size BIGINT CHECK (block_size >= 2),
+    block_size BIGINT CHECK (block_size >= 1),
+    num_drafts BIGINT CHECK (num_drafts >= 0),
     device VARCHAR,
     dtype VARCHAR,
     target_dtype VARCHAR,
@@ -92,7 +93,10 @@ CREATE TABLE acceptance (
     ci_high DOUBLE CHECK (isfinite(ci_high)),
     tau_prompt_mean DOUBLE CHECK (isfinite(tau_prompt_mean)),
     tau_all_anchors DOUBLE CHECK (isfinite(tau_all_anchors)),
+    num_prompts_without_near_ties BIGINT,
+    num_emitted_without_near_ties BIGINT,
     tau_without_near_ties DOUBLE CHECK (isfinite(tau_without_near_ties)),
+    tau_prompt_mean_without_near_ties DOUBLE CHECK (isfinite(tau_prompt_mean_without_near_ties)),
     acceptance_rate DOUBLE CHECK (isfinite(acceptance_rate)),
     share_full_blocks DOUBLE CHECK (isfinite(share_full_blocks)),
     PRIMARY KEY (evaluation_id, slice, dataset)
@@ -109,6 +113,69 @@ CREATE TABLE survival (
     survival DOUBLE CHECK (isfinite(survival)),
     conditional_acceptance DOUBLE CHECK (isfinite(conditional_acceptance)),
     PRIMARY KEY (evaluation_id, slice, dataset, draft_position)
+);
+
+-- The four below hold rows only where they were asked for (`drafter.extras`).
+CREATE TABLE sweep (
+    evaluation_id VARCHAR NOT NULL,
+    slice VARCHAR NOT NULL CHECK (slice IN ('all', 'dataset', 'group')),
+    dataset VARCHAR NOT NULL,
+    block_size BIGINT NOT NULL CHECK (block_size >= 1),
+    method VARCHAR NOT NULL CHECK (method IN ('prefix', 'redrafted')),
+    num_prompts BIGINT NOT NULL,
+    num_verification_steps BIGINT NOT NULL,
+    num_accepted_drafts BIGINT NOT NULL,
+    num_emitted_tokens BIGINT NOT NULL,
+    tau_pooled DOUBLE CHECK (isfinite(tau_pooled)),
+    tau_prompt_mean DOUBLE CHECK (isfinite(tau_prompt_mean)),
+    PRIMARY KEY (evaluation_id, slice, dataset, block_size)
+);
+
+CREATE TABLE recall (
+    evaluation_id VARCHAR NOT NULL,
+    slice VARCHAR NOT NULL CHECK (slice IN ('all', 'dataset', 'group')),
+    dataset VARCHAR NOT NULL,
+    draft_position BIGINT NOT NULL CHECK (draft_position >= 1),
+    k BIGINT NOT NULL CHECK (k >= 1),
+    num_blocks BIGINT NOT NULL,
+    num_recalled BIGINT NOT NULL,
+    num_reached BIGINT NOT NULL,
+    num_reached_recalled BIGINT NOT NULL,
+    recall_teacher_forced DOUBLE CHECK (isfinite(recall_teacher_forced)),
+    recall_conditional DOUBLE CHECK (isfinite(recall_conditional)),
+    PRIMARY KEY (evaluation_id, slice, dataset, draft_position, k)
+);
+
+CREATE TABLE trees (
+    evaluation_id VARCHAR NOT NULL,
+    slice VARCHAR NOT NULL CHECK (slice IN ('all', 'dataset', 'group')),
+    dataset VARCHAR NOT NULL,
+    budget BIGINT NOT NULL CHECK (budget >= 1),
+    num_prompts BIGINT NOT NULL,
+    num_verification_steps BIGINT NOT NULL,
+    num_accepted_drafts BIGINT NOT NULL,
+    num_emitted_tokens BIGINT NOT NULL,
+    tau_pooled DOUBLE CHECK (isfinite(tau_pooled)),
+    tau_prompt_mean DOUBLE CHECK (isfinite(tau_prompt_mean)),
+    PRIMARY KEY (evaluation_id, slice, dataset, budget)
+);
+
+CREATE TABLE sampled (
+    evaluation_id VARCHAR NOT NULL,
+    slice VARCHAR NOT NULL CHECK (slice IN ('all', 'dataset', 'group')),
+    dataset VARCHAR NOT NULL,
+    temperature DOUBLE NOT NULL CHECK (isfinite(temperature) AND temperature > 0),
+    rule VARCHAR NOT NULL CHECK (rule IN ('one_hot', 'sampled')),
+    num_blocks BIGINT NOT NULL,
+    num_judged_drafts BIGINT NOT NULL,
+    num_with_drafts BIGINT NOT NULL,
+    sum_first_acceptance DOUBLE NOT NULL CHECK (isfinite(sum_first_acceptance)),
+    sum_expected_accepted DOUBLE NOT NULL CHECK (isfinite(sum_expected_accepted)),
+    sum_accepted_on_transcript DOUBLE NOT NULL CHECK (isfinite(sum_accepted_on_transcript)),
+    first_acceptance DOUBLE CHECK (isfinite(first_acceptance)),
+    expected_accepted_teacher_forced DOUBLE CHECK (isfinite(expected_accepted_teacher_forced)),
+    expected_accepted_at_least DOUBLE CHECK (isfinite(expected_accepted_at_least)),
+    PRIMARY KEY (evaluation_id, slice, dataset, temperature, rule)
 );
 
 CREATE TABLE hosts (
@@ -149,7 +216,8 @@ SELECT
     rank() OVER (
         PARTITION BY target, transcripts_digest, block_size, metrics_version ORDER BY tau_pooled DESC NULLS LAST
     ) AS place,
-    run, step, tau_pooled, ci_low, ci_high, tau_prompt_mean, share_full_blocks, num_prompts, num_verification_steps,
+    run, step, tau_pooled, ci_low, ci_high, tau_prompt_mean, num_near_ties, tau_without_near_ties,
+    tau_prompt_mean_without_near_ties, share_full_blocks, num_prompts, num_verification_steps,
     target, block_size, dtype, target_dtype, device, thinking, chat_template_digest, transcripts_digest,
     verification_rule, counting_rule, row_alignment, metrics_version, url, checkpoint_id, evaluation_id, started_at
 FROM acceptance
@@ -180,7 +248,8 @@ ranked AS (
     FROM latest
 )
 SELECT
-    run, step, slice, dataset, tau_pooled, ci_low, ci_high, tau_prompt_mean, num_prompts, num_verification_steps,
+    run, step, slice, dataset, tau_pooled, ci_low, ci_high, tau_prompt_mean, num_near_ties, tau_without_near_ties,
+    tau_prompt_mean_without_near_ties, num_prompts, num_verification_steps,
     bytes_read, bytes_wanted, bytes_total, total_seconds, seconds, is_newest_of_step,
     target, block_size, dtype, device, transcripts_digest, metrics_version, checkpoint_id, evaluation_id, started_at
 FROM ranked
@@ -205,3 +274,38 @@ JOIN prompt_acceptance AS b
     AND a.block_size = b.block_size
     AND a.metrics_version IS NOT DISTINCT FROM b.metrics_version
     AND a.evaluation_id <> b.evaluation_id;
+
+-- Tau by block size: the evaluation's own block and the shorter ones of the sweep.
+CREATE VIEW block_sizes AS
+SELECT
+    run, step, slice, dataset, found.block_size, method, tau_pooled, tau_prompt_mean, num_prompts,
+    num_verification_steps, num_accepted_drafts, num_emitted_tokens,
+    target, evaluations.block_size AS evaluated_block_size, dtype, transcripts_digest, metrics_version, evaluation_id
+FROM (
+    SELECT
+        evaluation_id, slice, dataset, block_size, method, num_prompts, num_verification_steps, num_accepted_drafts,
+        num_emitted_tokens, tau_pooled, tau_prompt_mean
+    FROM sweep
+    UNION ALL
+    SELECT
+        evaluation_id, slice, dataset, block_size, 'evaluated', num_prompts, num_verification_steps,
+        num_accepted_drafts, num_emitted_tokens, tau_pooled, tau_prompt_mean
+    FROM acceptance JOIN evaluations USING (evaluation_id)
+    WHERE evaluation_id IN (SELECT evaluation_id FROM sweep)
+) AS found
+JOIN evaluations USING (evaluation_id)
+JOIN checkpoints USING (checkpoint_id)
+ORDER BY run, step, slice, dataset, found.block_size;
+
+-- Tau by tree budget, beside the tau of the chain that the same drafter drafts.
+CREATE VIEW tree_budgets AS
+SELECT
+    run, step, slice, dataset, budget, trees.tau_pooled, trees.tau_prompt_mean,
+    acceptance.tau_pooled AS chain_tau_pooled, trees.tau_pooled - acceptance.tau_pooled AS gain,
+    trees.num_prompts, trees.num_verification_steps, trees.num_accepted_drafts, trees.num_emitted_tokens,
+    target, block_size, dtype, transcripts_digest, metrics_version, evaluation_id
+FROM trees
+JOIN acceptance USING (evaluation_id, slice, dataset)
+JOIN evaluations USING (evaluation_id)
+JOIN checkpoints USING (checkpoint_id)
+ORDER BY run, step, slice, dataset, budget;

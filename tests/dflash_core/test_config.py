@@ -45,6 +45,7 @@ drafter:
   block_size: null
 device: auto
 store: ~/.cache/dflash-eval
+store_mirror: ~/.cache/dflash-eval/mirror
 results: results/acceptance.duckdb
 """
 
@@ -78,9 +79,18 @@ CHANGED: dict[str, Any] = {
         "batch_size": 3,
     },
     "prompts": "p.jsonl",
-    "drafter": {"config": "/c.json", "block_size": 4, "anchors": "all"},
+    "drafter": {
+        "config": "/c.json",
+        "block_size": 4,
+        "anchors": "all",
+        "extras": ["trees"],
+        "sweep_block_sizes": [2],
+        "tree_budgets": [3],
+        "temperatures": [0.5],
+    },
     "device": "cpu",
     "store": "/s",
+    "store_mirror": "/m",
     "results": "/r.duckdb",
 }
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -220,7 +230,7 @@ class TestValues:
             ("completions.max_new_tokens", 1.5),
             ("completions.thinking", "perhaps"),
             ("completions.batch_size", 0),
-            ("drafter.block_size", 1),
+            ("drafter.block_size", 0),
             ("drafter.block_size", -4),
             ("drafter.anchors", "some"),
             ("hosts", []),
@@ -308,5 +318,5 @@ class TestCommandLine:
         assert with_overrides(config) == config
 
     def test_an_impossible_value_names_the_command_line(self) -> None:
-        with pytest.raises(ConfigError, match=r"command line: drafter\.block_size = 1"):
-            with_overrides(Config(), block_size=1)
+        with pytest.raises(ConfigError, match=r"command line: drafter\.block_size = 0"):
+            with_overrides(Config(), block_size=0)

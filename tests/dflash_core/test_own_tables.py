@@ -81,9 +81,31 @@ def test_an_own_embedding_is_drafted_with(folder: Path, config: Config, plain: E
     assert sum(map(len, shifted.walks().values())) > sum(map(len, plain.walks().values()))
 
 
-def test_a_head_over_a_reduced_vocabulary_is_refused_by_name(folder: Path, config: Config, table: torch.Tensor) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="reduced vocabulary"):
-        evaluate_with(folder, config, 7, lm_head__weight=table[:20].clone(), d2t=torch.arange(20))
+def test_a_reduced_vocabulary_is_drafted_from(
+    folder: Path, config: Config, plain: Evaluated, table: torch.Tensor
+) -> None:
+    """Without tokens that no text holds it changes nothing; without one that they repeat it misses there."""
+    tokens = torch.arange(len(table))
+    responses = [prompt.response_text.split() for prompt in plain.record.prompts]
+    used = {int(word.removeprefix("w")) for response in responses for word in response if word[1:].isdigit()}
+    kept = torch.tensor([token for token in tokens.tolist() if token in used or token % 2])
+    assert 20 < len(kept) < len(table) - 20
+    reduced = evaluate_with(folder, config, 7, lm_head__weight=table[kept], d2t=kept - tokens[: len(kept)])
+    assert reduced.walks() == plain.walks()
+    assert reduced.spec["drafter"]["draft_vocab_size"] == len(kept)
+    accepted = [word for response in responses for word, after in zip(response, response[1:], strict=False)
+                if word == after]  # fmt: skip
+    missing = int(max(accepted, key=accepted.count).removeprefix("w"))
+    rest = tokens[tokens != missing]
+    without = evaluate_with(folder, config, 9, lm_head__weight=table[rest], d2t=rest - tokens[: len(rest)])
+    assert sum(map(len, without.walks().values())) > sum(map(len, plain.walks().values()))
+    assert without.record.blocks is not None
+    assert (without.record.blocks["miss_rank"] == len(rest) + 1).any(), "a token that cannot be proposed ranks last"
+
+
+def test_a_head_over_fewer_tokens_without_a_map_is_refused_by_name(
+    folder: Path, config: Config, table: torch.Tensor
+) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="lm_head.weight"):
         evaluate_with(folder, config, 8, lm_head__weight=table[:20].clone())
 

@@ -71,12 +71,58 @@ def test_compare_pairs_steps_and_judges_a_gate(scored: Setup) -> None:
     table = scored.json("compare")
     assert [row["step"] for row in table["rows"]] == [1, 2]
     assert table["rows"][1]["difference"]["num_prompts"] == 4
+    assert table["verdict"] is None
+    assert "conditions: those of the config" in table["notes"]
     assert scored.cli("compare", "--fail-below", "1").returncode == 0
     assert "--baseline" in fails(scored, "compare", "--fail-below", "0")
     missed = scored.cli("compare", "--fail-below", "7.5")
     assert missed.returncode == 1
     assert "7.5" in missed.stdout
     assert "step 9" in fails(scored, "compare", "9") or "'9'" in fails(scored, "compare", "9")
+
+
+def test_the_gate_of_compare_takes_negative_limits_and_per_cent(scored: Setup) -> None:
+    for limit in ("-0.05", "-2%"):
+        judged = scored.json("compare", "2", "--baseline", "1", "--fail-below", limit)
+        assert judged["verdict"] == judged["gate"]["verdict"]
+        assert judged["verdict"] in ("worse", "not worse", "cannot tell")
+    assert "-2 %" in scored.cli("compare", "2", "--baseline", "1", "--fail-below", "-2%").stdout
+    assert "'lots'" in fails(scored, "compare", "2", "--baseline", "1", "--fail-below", "lots")
+    assert "--detect" in fails(scored, "compare", "--detect", "-1")
+
+
+def test_compare_shows_both_means_slices_and_conditions(scored: Setup) -> None:
+    text = scored.cli("compare", "--by", "dataset").stdout
+    for words in (
+        "tau pooled",
+        "tau prompt mean",
+        "By dataset",
+        "odd",
+        "even",
+        "row alignment",
+        "conditions: those of",
+    ):
+        assert words in text
+    assert "a:2" in [row["label"] for row in scored.json("compare", "best", "latest")["rows"]]
+    by_dataset = scored.json("compare", "--by", "dataset")["slices"]
+    assert [(row["name"], row["label"]) for row in by_dataset] == [
+        (name, label) for name in ("even", "odd") for label in ("a:1", "a:2")
+    ]
+    assert by_dataset[0]["tau"]["num_prompts"] == 2
+    assert scored.cli("compare", "--block-size", "8").returncode == 0
+    assert "there is: 8" in fails(scored, "compare", "--block-size", "3")
+
+
+def test_compare_takes_the_conditions_of_the_config_and_says_where_nothing_has_them(scored: Setup) -> None:
+    kept = scored.config.read_text()
+    try:
+        scored.change_config(target={"model": str(scored.folder / "gone")})
+        assert any("of the newest evaluation" in note for note in scored.json("compare")["notes"])
+        scored.config.write_text(kept)
+        scored.change_config(drafter={"block_size": 4})
+        assert "block size 4" in fails(scored, "compare")
+    finally:
+        scored.config.write_text(kept)
 
 
 def test_sql_reads_and_cannot_write(scored: Setup) -> None:
@@ -89,6 +135,36 @@ def test_sql_reads_and_cannot_write(scored: Setup) -> None:
     assert scored.results.read_bytes() == before
 
 
+def test_sql_shows_what_is_too_wide_record_by_record_and_what_is_too_long_in_part(scored: Setup) -> None:
+    narrow = scored.cli("sql", "SELECT run, step FROM leaderboard ORDER BY step").stdout
+    assert "┃ run ┃ step ┃" in narrow
+    wide = scored.cli("sql", "FROM leaderboard").stdout
+    assert "row 2" in wide
+    assert all(line.split()[:1] != ["│"] for line in wide.splitlines())
+    long = scored.cli("sql", "SELECT * FROM range(500) AS numbers(n)", "--limit", "3")
+    assert "3 of 500 rows" in long.stderr
+    assert len(long.stdout.splitlines()) < 12
+    assert len(scored.json("sql", "SELECT * FROM range(500) AS numbers(n)", "--limit", "3")) == 500
+    assert "--limit" in fails(scored, "sql", "SELECT 1 AS n", "--limit", "-1")
+
+
+def test_sql_exports_all_rows_as_csv_and_parquet(scored: Setup) -> None:
+    import csv
+    import io
+
+    import polars
+
+    done = scored.cli("sql", "SELECT run, step, NULL AS nothing FROM leaderboard ORDER BY step", "--csv")
+    assert list(csv.reader(io.StringIO(done.stdout))) == [["run", "step", "nothing"], ["a", "1", ""], ["a", "2", ""]]
+    path = scored.folder / "rows.parquet"
+    written = scored.cli("sql", "FROM blocks", "--parquet", str(path))
+    assert written.stdout == ""
+    assert "rows written to" in written.stderr
+    (number,) = scored.json("sql", "SELECT count(*) AS n FROM blocks")
+    assert polars.read_parquet(path).height == number["n"]
+    assert "no/where" in fails(scored, "sql", "SELECT 1 AS n", "--parquet", "no/where/x.parquet")
+
+
 def test_show_draws_the_same_walk_as_the_evaluation(scored: Setup) -> None:
     shown = scored.json("show", str(scored.run / "step_1"), "p1")
     (result,) = scored.json("evaluate", str(scored.run / "step_1"), "--blocks")
@@ -97,6 +173,40 @@ def test_show_draws_the_same_walk_as_the_evaluation(scored: Setup) -> None:
     text = scored.cli("show", str(scored.run / "step_1")).stdout
     assert "verification steps" in text
     assert "no prompt 'p99'" in fails(scored, "show", str(scored.run / "step_1"), "p99")
+
+
+def test_show_knows_the_names_of_the_results_and_has_the_ranks_that_were_stored(scored: Setup) -> None:
+    by_name = scored.json("show", "1", "p1")
+    assert by_name["blocks"] == scored.json("show", str(scored.run / "step_1"), "p1")["blocks"]
+    assert "no evaluation matches 'nobody'" in fails(scored, "show", "nobody")
+    stored = scored.json(
+        "sql",
+        "SELECT anchor_index, miss_rank FROM blocks JOIN evaluations USING (evaluation_id) "
+        "JOIN checkpoints USING (checkpoint_id) WHERE step = 1 AND prompt_id = 'p1' AND is_on_walk ORDER BY 1",
+    )
+    ranks = [(block["anchor_index"], block["odds"]["miss_rank"]) for block in by_name["blocks"]]
+    assert ranks == [(row["anchor_index"], row["miss_rank"]) for row in stored]
+    for block in by_name["blocks"]:
+        chances = block["odds"]["probabilities"]
+        assert len(chances) == len(block["accepted"]) + len(block["rejected"])
+        assert all(0 < chance <= 1 for chance in chances)
+        if block["odds"]["miss_rank"] is not None:
+            assert block["odds"]["miss_probability"] <= chances[len(block["accepted"])]
+    text = scored.cli("show", "1", "p1", "--probabilities").stdout
+    assert f"rank {stored[0]['miss_rank']}" in text
+    assert "rank" not in scored.cli("show", "1", "p1").stdout
+
+
+def test_show_puts_two_checkpoints_side_by_side(scored: Setup) -> None:
+    both = scored.json("show", "1", "--against", "2", "p1")
+    assert both["prompt_id"] == "p1"
+    assert both["blocks"] == scored.json("show", "1", "p1")["blocks"]
+    assert both["against"]["blocks"] == scored.json("show", "2", "p1")["blocks"]
+    text = scored.cli("show", "1", "--against", "2", "p1").stdout
+    assert "A: 1; B: 2" in text
+    assert text.count("the target's answer") == 1
+    assert "anchors are on both walks" in text
+    assert scored.cli("show", "1", "p1", "extra").returncode == 2
 
 
 def test_inspect_says_what_it_is(scored: Setup) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pytest
 
-from dflash_core.config import Config, load_config
+from dflash_core.config import load_config
 from dflash_core.errors import CheckpointNotFound, CheckpointVanished
-from dflash_core.results import database
 from flows import watching
-from flows.watching import MAX_ATTEMPTS, Watch, WatchEvent, score_checkpoint
+from flows.scoring import score_checkpoint
+from flows.watch_values import WatchEvent
+from flows.watching import MAX_ATTEMPTS
 from tests.support.direct import evaluate_directly
 from tests.support.scene import Setup, make_setup
-
-ROTATED = "rotated away"
+from tests.support.watching import ROTATED, chain, clean, kinds, make_watch, rotating, rows
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +30,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 @pytest.fixture
 def setup(scene: Setup) -> Setup:
     """The same with a run of two steps and a new database."""
-    for folder in (scene.run, scene.folder / ROTATED):
-        shutil.rmtree(folder, ignore_errors=True)
-    (scene.folder / ROTATED).mkdir()
-    scene.results.unlink(missing_ok=True)
-    for step in (1, 2):
-        scene.add_step(step)
+    clean(scene, (1, 2))
     return scene
 
 
@@ -52,52 +45,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
     monkeypatch.setattr(watching.time, "sleep", waited.append)
     return waited
-
-
-def chain(config: Config) -> Callable[[str], dict[str, Any]]:
-    """Return what scores a checkpoint and stores the rows."""
-
-    def evaluate(checkpoint: str) -> dict[str, Any]:
-        record = evaluate_directly(config, checkpoint).record
-        database.write_evaluation(config.results, record)
-        result = database.read_evaluation(config.results, record.evaluation_id)
-        assert result is not None
-        return result
-
-    return evaluate
-
-
-def rotating(setup: Setup, name: str, evaluate: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    """Return the chain of a run that moves one checkpoint away just before it is read."""
-
-    def rotate_and_evaluate(checkpoint: str) -> dict[str, Any]:
-        if (setup.run / name).exists():
-            (setup.run / name).rename(setup.folder / ROTATED / name)
-        return evaluate(checkpoint)
-
-    return rotate_and_evaluate
-
-
-def make_watch(
-    setup: Setup, events: list[WatchEvent], evaluate: Callable[[str], dict[str, Any]] | None = None
-) -> Watch:
-    config = load_config(str(setup.config))
-    return Watch(
-        run_url=str(setup.run),
-        config=config,
-        evaluate=evaluate or chain(config),
-        tell=lambda event: events.append(event),
-    )
-
-
-def rows(setup: Setup) -> list[tuple[Any, ...]]:
-    with duckdb.connect(str(setup.results), read_only=True) as connection:
-        statement = "SELECT step, status FROM evaluations JOIN checkpoints USING (checkpoint_id) ORDER BY ALL"
-        return connection.execute(statement).fetchall()
-
-
-def kinds(events: list[WatchEvent]) -> list[tuple[str, str]]:
-    return [(event.kind, event.name) for event in events]
 
 
 def test_a_checkpoint_gone_between_two_looks_is_a_row_and_no_failure(setup: Setup, events: list[WatchEvent]) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import save
 from dflash_core.checkpoints import stream_checkpoint
 from dflash_core.config import Config
 from flows import watching
-from flows.watching import Watch, WatchEvent
+from flows.watch_values import WatchEvent
+from flows.watching import Watch
 from tests.dflash_core.checkpoints.checkpoint_files import drafter_tensors
 from tests.support.object_store import ObjectStore
 from tests.support.places import Place, empty_place

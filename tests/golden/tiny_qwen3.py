@@ -107,7 +107,7 @@ def compute(folder: Path) -> dict[str, Any]:
         record = evaluated.record
         assert record.blocks is not None
         columns = ("anchor_index", "num_accepted_drafts", "num_emitted_tokens", "is_near_tie", "miss_rank")
-        table = aggregate(record.blocks, record.prompts, block_size=8, has_all_anchors=True)
+        table = aggregate(record.blocks, record.prompts, num_drafts=7, has_all_anchors=True)
         numbers[name] = {
             "walks": evaluated.walks(),
             "tau": {

@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_core.acceptance.walk import (
+    COUNTING_RULE,
+    RowAlignment,
     count_accepted_drafts,
+    counting_rule,
+    first_row,
     num_available,
     num_drafted,
+    num_drafts,
     num_emitted,
+    num_slots,
     serving_walk,
 )
 from dflash_core.errors import ShapeMismatch
@@ -227,3 +233,37 @@ def test_the_walk_counts_as_the_official_loop_counts(data: st.DataObject) -> Non
         table.append(num_emitted(anchor, len(response), count))
     ours = [table[anchor] for anchor in serving_walk(table)]
     assert ours == official_walk(endless, drafts, stop, block_size, max_new_tokens)
+
+
+class TestRowAlignments:
+    """Blocks of 4 slots under a limit of 6 tokens: anchors 0 to 4 of a response."""
+
+    @pytest.mark.parametrize(
+        ("alignment", "whole", "first", "slots", "drafted"),
+        [
+            ("same_position", 3, 1, [4, 4, 4, 3, 2], [3, 3, 3, 2, 1]),
+            ("shifted_short", 3, 0, [4, 4, 4, 3, 2], [3, 3, 3, 2, 1]),
+            ("anchor_shifted", 4, 0, [4, 4, 4, 4, 4], [4, 4, 3, 2, 1]),
+        ],
+    )
+    def test_slots_and_drafts_near_the_limit(
+        self, alignment: RowAlignment, whole: int, first: int, slots: list[int], drafted: list[int]
+    ) -> None:
+        limits = {"block_size": 4, "max_new_tokens": 6}
+        assert num_drafts(4, alignment) == whole
+        assert first_row(alignment) == first
+        assert [num_slots(index, row_alignment=alignment, **limits) for index in range(5)] == slots
+        assert [num_drafted(index, row_alignment=alignment, **limits) for index in range(5)] == drafted
+
+    def test_no_block_drafts_more_than_may_still_be_emitted_nor_from_a_row_that_it_lacks(self) -> None:
+        for alignment in ("same_position", "shifted_short", "anchor_shifted"):
+            for block_size in range(1, 6):
+                for index in range(9):
+                    limits = {"block_size": block_size, "max_new_tokens": 10, "row_alignment": alignment}
+                    drafted, slots = num_drafted(index, **limits), num_slots(index, **limits)
+                    assert 0 <= drafted <= 9 - index
+                    assert first_row(alignment) + drafted <= slots <= block_size
+
+    def test_the_rule_stands_in_the_record(self) -> None:
+        assert counting_rule("same_position") == counting_rule("shifted_short") == COUNTING_RULE
+        assert counting_rule("anchor_shifted") != COUNTING_RULE

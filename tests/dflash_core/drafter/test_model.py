@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,24 +139,45 @@ def slow_block(
         return [rotate(norm(piece, f"{prefix}.{part}_norm.weight"), at) for piece in pieces]
 
     def sees(layer: int, query_at: int, key_at: int) -> bool:
-        """Positions are absolute; a window counts the query itself."""
+        """Positions are absolute; a window counts the query itself, or reaches back from the anchor."""
         window = spec.windows[layer]
         if spec.is_causal[layer] and key_at > query_at:
             return False
         if window is None:
             return True
+        if spec.window_rule == "anchor":
+            return key_at >= position - window
         return query_at - key_at < window and key_at - query_at < window
+
+    def convolved(inputs: list[Tensor], normed: list[Tensor], name: str, side: int) -> list[Tensor]:
+        """Sum each slot and those before it, channel by channel, with kernels that a slot's own state corrects."""
+        if spec.conv_kernel_size is None or spec.conv_group_size is None:
+            return inputs
+        num_groups = D // spec.conv_group_size
+        outputs = []
+        for slot in range(len(inputs)):
+            corrections = w[f"{name}.kernel_projection.weight"] @ normed[slot]
+            output = torch.zeros(D, dtype=torch.float64)
+            for tap in range(min(spec.conv_kernel_size, slot + 1)):
+                for channel in range(D):
+                    group = channel // spec.conv_group_size
+                    place = (side * spec.conv_kernel_size + tap) * num_groups + group
+                    kernel = w[f"{name}.base_kernel"][side, tap, channel] + corrections[place]
+                    output[channel] += kernel * inputs[slot - tap][channel]
+            outputs.append(output)
+        return outputs
 
     context = [norm(w["fc.weight"] @ row.double(), "hidden_norm.weight") for row in features_TF[:position]]
     ids = [token] + [spec.mask_token_id] * (num_slots - 1)
     rows = [embedding()[one].double() * spec.input_embedding_scale for one in ids]
     for layer in range(spec.num_layers):
-        normed = [norm(row, f"layers.{layer}.input_layernorm.weight") for row in rows]
+        unmixed = [norm(row, f"layers.{layer}.input_layernorm.weight") for row in rows]
+        normed = convolved(unmixed, unmixed, f"layers.{layer}.attention_conv", 0)
         inputs = [*context, *normed]
         keys = [heads_of(x, layer, "k", at) for at, x in enumerate(inputs)]
         values = [heads_of(x, layer, "v", at) for at, x in enumerate(inputs)]
         after = []
-        for slot, row in enumerate(rows):
+        for slot in range(len(rows)):
             at = position + slot
             visible = [place for place in range(len(inputs)) if sees(layer, at, place)]
             attended = []
@@ -164,12 +186,17 @@ def slow_block(
                 scores = torch.stack([query @ keys[place][shared] for place in visible]) / math.sqrt(spec.head_dim)
                 share = torch.softmax(scores, dim=0)
                 attended.append(sum(share[n] * values[place][shared] for n, place in enumerate(visible)))
-            row = row + linear(torch.cat(attended), f"layers.{layer}.self_attn.o_proj")  # type: ignore[arg-type]
-            x = norm(row, f"layers.{layer}.post_attention_layernorm.weight")
+            after.append(linear(torch.cat(attended), f"layers.{layer}.self_attn.o_proj"))  # type: ignore[arg-type]
+        mixed = convolved(after, unmixed, f"layers.{layer}.attention_conv", 1)
+        rows = [row + more for row, more in zip(rows, mixed, strict=True)]
+        unmixed = [norm(row, f"layers.{layer}.post_attention_layernorm.weight") for row in rows]
+        after = []
+        for x in convolved(unmixed, unmixed, f"layers.{layer}.mlp_conv", 0):
             gate = linear(x, f"layers.{layer}.mlp.gate_proj")
             inner = gate * torch.sigmoid(gate) * linear(x, f"layers.{layer}.mlp.up_proj")
-            after.append(row + linear(inner, f"layers.{layer}.mlp.down_proj"))
-        rows = after
+            after.append(linear(inner, f"layers.{layer}.mlp.down_proj"))
+        mixed = convolved(after, unmixed, f"layers.{layer}.mlp_conv", 1)
+        rows = [row + more for row, more in zip(rows, mixed, strict=True)]
     return torch.stack([norm(row, "norm.weight") for row in rows])
 
 
@@ -245,6 +272,40 @@ class TestAgainstTheSlowPass:
         assert float(turned.norm() / heads.norm()) == pytest.approx(0.1 * math.log(8.0) + 1)
         plain = make_drafter(make_spec(), make_weights(spec))._rotate(heads, torch.tensor([[7]]))
         assert float(plain.norm() / heads.norm()) == pytest.approx(1.0)
+
+
+class TestConvolutionsAndOtherWindows:
+    """What DFlash2 and speculators add, against the slow pass."""
+
+    def spec(self, kind: dict[str, Any], **facts: Any) -> DrafterSpec:
+        return replace(make_spec(**kind), **facts)
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["both ways", "causal"])
+    @pytest.mark.parametrize("window", [1, 3, 100])
+    def test_a_window_from_the_anchor_on_is_the_same_for_all_rows(self, window: int, is_causal: bool) -> None:
+        spec = self.spec(MIXED | {"sliding_window": window, "is_causal": is_causal}, window_rule="anchor")
+        weights = make_weights(spec)
+        drafter = make_drafter(spec, weights)
+        for position, found in zip((3, 9, 1), draft(drafter, features(), 3, 9, 1), strict=True):
+            assert_is_slow_block(spec, weights, position, found=found)
+
+    @pytest.mark.parametrize("kind", [{}, MIXED, SLIDING | {"is_causal": False}], ids=["full", "mixed", "both ways"])
+    @pytest.mark.parametrize(("num_taps", "group_size"), [(1, 24), (2, 4), (3, 1), (7, 6)])
+    def test_convolutions_inside_the_block(self, kind: dict[str, Any], num_taps: int, group_size: int) -> None:
+        spec = self.spec(
+            kind,
+            proposal_rule="dflash2",
+            conv_kernel_size=num_taps,
+            conv_group_size=group_size,
+            selector_rank=2,
+            selector_top_k=2,
+        )
+        weights = make_weights(spec)
+        drafter = make_drafter(spec, weights)
+        for position, found in zip((6, 1), draft(drafter, features(), 6, 1), strict=True):
+            assert_is_slow_block(spec, weights, position, found=found)
+        (short,) = draft(drafter, features(), 6, num_slots=2)
+        assert_is_slow_block(spec, weights, 6, found=short, num_slots=2)
 
 
 class TestBatching:

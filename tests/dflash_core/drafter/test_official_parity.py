@@ -116,13 +116,13 @@ def official_run(scene: Scene, steps: int, transcript: Transcript, block_size: i
     )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3"])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     torch.set_num_threads(1)
-    return make_scene(tmp_path_factory.mktemp(request.param), request.param, [0, 30, 60, 200])
+    return make_scene(tmp_path_factory.mktemp(request.param), request.param, [0, 30, 60, 160])
 
 
-@pytest.mark.parametrize("steps", [0, 30, 60, 200])
+@pytest.mark.parametrize("steps", [0, 30, 60, 160])
 def test_walks_equal_the_official_acceptance_lengths(scene: Scene, steps: int) -> None:
     walks = our_walks(scene, steps, anchors="walk")
     for transcript in scene.transcripts:
@@ -132,7 +132,7 @@ def test_walks_equal_the_official_acceptance_lengths(scene: Scene, steps: int) -
         assert emitted == list(transcript.response_ids), "the greedy transcript is what the official loop emits"
 
 
-@pytest.mark.parametrize("steps", [0, 60, 200])
+@pytest.mark.parametrize("steps", [0, 60, 160])
 def test_drafting_at_every_anchor_gives_the_same_walk(scene: Scene, steps: int) -> None:
     assert our_walks(scene, steps, anchors="all") == our_walks(scene, steps, anchors="walk")
 
@@ -144,37 +144,12 @@ def test_the_scene_is_worth_its_name(scene: Scene) -> None:
     assert lengths == set(range(1, scene.spec.block_size + 1))
     assert {transcript.stop_reason for transcript in scene.transcripts} == {"stop", "length"}
     stopped = [transcript for transcript in scene.transcripts if transcript.stop_reason == "stop"]
-    walks = our_walks(scene, 200, anchors="walk")
+    walks = our_walks(scene, 160, anchors="walk")
     assert any(walks[transcript.id] and walks[transcript.id][-1] > 1 for transcript in stopped), "a stop inside a block"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5])
 def test_shorter_blocks_than_trained_equal_the_official_ones(scene: Scene, block_size: int) -> None:
-    walks = our_walks(scene, 200, anchors="walk", block_size=block_size)
+    walks = our_walks(scene, 160, anchors="walk", block_size=block_size)
     for transcript in scene.transcripts[:2]:
-        assert walks[transcript.id] == official_run(scene, 200, transcript, block_size).acceptance_lengths
-
-
-@pytest.mark.parametrize("is_causal", [None, False, True], ids=["by layer type", "bidirectional", "causal"])
-def test_windows_shorter_than_the_context_equal_the_official_ones(tmp_path: Path, is_causal: bool | None) -> None:
-    sliding: dict[str, Any] = {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 12,
-        "use_sliding_window": True,
-    }
-    if is_causal is not None:
-        sliding["is_causal"] = is_causal
-    scene = make_scene(tmp_path, "qwen3", [60], **sliding)
-    walks = our_walks(scene, 60, anchors="walk")
-    assert max(length for walk in walks.values() for length in walk) > 2
-    for transcript in scene.transcripts:
-        assert walks[transcript.id] == official_run(scene, 60, transcript).acceptance_lengths
-
-
-def test_yarn_in_the_draft_config_equals_the_official_reading(tmp_path: Path) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-    scene = make_scene(tmp_path, "qwen3", [60], rope_parameters=yarn)
-    assert scene.spec.rope["rope_type"] == "yarn"
-    walks = our_walks(scene, 60, anchors="walk")
-    for transcript in scene.transcripts[:3]:
-        assert walks[transcript.id] == official_run(scene, 60, transcript).acceptance_lengths
+        assert walks[transcript.id] == official_run(scene, 160, transcript, block_size).acceptance_lengths

@@ -19,9 +19,11 @@ from dflash_core.acceptance import walk
 from dflash_core.drafter import judging, scoring
 from dflash_core.drafter.head import Head
 from dflash_core.drafter.model import Anchors, Drafter
-from dflash_core.drafter.scoring import TIE_MARGIN, score_transcripts
+from dflash_core.drafter.scoring import score_transcripts
+from dflash_core.errors import DoesNotFit
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Store
+from dflash_core.target.agreement import TIE_MARGIN
 from dflash_core.target.head import load_embedding_and_head
 from dflash_core.target.hidden_states import extract_hidden_states
 from dflash_core.target.runtime import load_model
@@ -31,6 +33,24 @@ from tests.support import tiny
 VOCAB = 6
 TOKENS = st.integers(0, VOCAB - 1)
 Row = dict[str, Any]
+
+
+class SmallDevice:
+    """A scripted drafter on a device that has room for a few blocks at once."""
+
+    def __init__(self, drafter: ScriptedDrafter, room: int) -> None:
+        self._drafter = drafter
+        self.room = room
+        self.tried: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def draft_hidden(self, contexts: Sequence[int], anchors: Sequence[Anchors], num_slots: int) -> list[Tensor]:
+        self.tried.append(sum(len(one.position_A) for one in anchors))
+        if self.tried[-1] > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._drafter.draft_hidden(contexts, anchors, num_slots)
 
 
 class ScriptedDrafter:
@@ -58,6 +78,8 @@ class ScriptedDrafter:
         )
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.slots: dict[int, int] = {}
+        """Slots of the last block that was drafted at a position."""
         self.drafted: list[tuple[int, int]] = []
         """Every (transcript, response index) that was drafted from."""
 
@@ -71,6 +93,7 @@ class ScriptedDrafter:
             for row, position in enumerate(chosen.position_A.tolist()):
                 index = position - self.prompts[number]
                 self.drafted.append((number, index))
+                self.slots[position] = int(chosen.num_slots_A[row])
                 first = walk.first_row(self.spec.row_alignment)
                 for slot, token in enumerate(self.script[number][index][: num_slots - first], first):
                     hidden[row, slot, token] = 1.0
@@ -140,18 +163,17 @@ def scripted(draw: st.DrawFn) -> tuple[list[Transcript], ScriptedDrafter, int]:
     """Draw transcripts, a drafter that is right more often than not, and the limit of the responses."""
     block_size = draw(st.integers(1, 5))
     alignment = draw(st.sampled_from(["same_position", "anchor_shifted", "shifted_short"]))
+    num_drafts = walk.num_drafts(block_size, alignment)
     limit = draw(st.integers(1, 9))
     transcripts, script = [], []
     for number in range(draw(st.integers(1, 4))):
         response = draw(st.lists(TOKENS, max_size=limit))
         transcripts.append(transcript(number, draw(st.integers(1, 3)), response))
         endless = [*response, *([0] * (block_size + 1))]
+        following = [endless[index + 1 : index + 1 + num_drafts] for index in range(len(response))]
         script.append([
-            [
-                token if draw(st.integers(0, 3)) else draw(TOKENS)
-                for token in endless[index + 1 : index + 1 + walk.num_drafts(block_size, alignment)]
-            ]
-            for index in range(len(response))
+            [token if draw(st.integers(0, 3)) else draw(TOKENS) for token in tokens]
+            for tokens in following
         ])  # fmt: skip
     prompts = [len(one.prompt_ids) for one in transcripts]
     return transcripts, ScriptedDrafter(script, prompts, block_size=block_size, row_alignment=alignment), limit
@@ -209,6 +231,14 @@ class TestScoring:
         assert [row["num_emitted_tokens"] for row in taken] == [4, 4]
         assert [row["num_accepted_drafts"] for row in taken] == [3, 3]
         assert {row["miss_rank"] for row in rows} == {None}
+
+    @pytest.mark.parametrize(("alignment", "slots"), [("same_position", [3, 3, 2]), ("anchor_shifted", [3, 3, 3])])
+    def test_blocks_near_the_limit_have_the_slots_of_their_rule(
+        self, alignment: walk.RowAlignment, slots: list[int]
+    ) -> None:
+        drafter = ScriptedDrafter([[[0] * 3] * 4], [2], block_size=3, row_alignment=alignment)
+        score(drafter, [transcript(0, 2, [1, 2, 3, 4])], anchors="all", block_size=3, limit=4)
+        assert drafter.slots == {2 + index: count for index, count in enumerate(slots)}
 
     def test_responses_of_no_token_and_of_one_have_no_block(self) -> None:
         """The first token is the target's own; nothing is drafted after the last."""
@@ -392,3 +422,26 @@ def test_an_unknown_mode_or_block_size_is_a_mistake_of_the_caller(tmp_path: Path
     for block_size in (0, 3):
         with pytest.raises(AssertionError):
             score(drafter, [transcript(0, 1, [1, 2])], anchors="all", block_size=block_size, limit=4)
+
+
+@pytest.mark.parametrize("anchors", ["walk", "all"])
+@settings(max_examples=40, deadline=None)
+@given(scripted(), st.integers(1, 6))
+def test_a_device_with_little_room_gives_the_same_rows(
+    anchors: str, script: tuple[list[Transcript], ScriptedDrafter, int], room: int
+) -> None:
+    transcripts, drafter, limit = script
+    size = drafter.spec.block_size
+    small = SmallDevice(drafter, room)
+    expected = score(drafter, transcripts, anchors=anchors, block_size=size, limit=limit)
+    assert score(small, transcripts, anchors=anchors, block_size=size, limit=limit) == expected
+    too_many = [number for number in small.tried if number > room]
+    assert len(too_many) <= 9, "what did not fit is halved and never tried again"
+
+
+def test_a_device_without_room_for_one_block_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    transcripts = [transcript(0, 2, [1, 2, 3, 4, 5, 6])]
+    drafter = ScriptedDrafter([[[0]] * 6], [2], block_size=2)
+    with pytest.raises(DoesNotFit, match="no room for a single block"):
+        score(SmallDevice(drafter, 0), transcripts, anchors="all", block_size=2, limit=9)
+    assert "going on with" in caplog.text

@@ -12,7 +12,6 @@ from dflash.model import build_target_layer_ids
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_core.drafter.scorable import require_scorable
 from dflash_core.drafter.spec import (
     DrafterSpec,
     default_target_layer_ids,
@@ -192,8 +191,7 @@ class TestKinds:
         assert read(sample_from_anchor=False).row_alignment == "same_position"
         shifted = read(sample_from_anchor=True)
         assert (shifted.row_alignment, shifted.num_drafts) == ("anchor_shifted", 8)
-        with pytest.raises(UnsupportedCheckpoint, match=r"row_alignment .*c\.json: sample_from_anchor"):
-            require_scorable(shifted, where="run")
+        assert shifted.sources["row_alignment"] == "c.json: sample_from_anchor"
 
 
 class TestTarget:

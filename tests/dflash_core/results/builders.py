@@ -6,7 +6,14 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import polars
 
-from dflash_core.results.records import BLOCK_SCHEMA, CheckpointRecord, EvaluationRecord, PromptRecord
+from dflash_core.results.records import (
+    BLOCK_SCHEMA,
+    EXTRA_SCHEMAS,
+    CheckpointRecord,
+    EvaluationRecord,
+    Extras,
+    PromptRecord,
+)
 
 DATASETS = ("chat", "code", "math")
 FIRST_START = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -104,6 +111,52 @@ def make_record(
         blocks=make_blocks(prompts, block_size=block_size, quality=quality, seed=seed, walk_only=walk_only),
     )
     return dataclasses.replace(record, **changes)
+
+
+def make_extras(
+    prompts: tuple[PromptRecord, ...] | None = None,
+    *,
+    budgets: tuple[int, ...] = (4, 16),
+    block_sizes: tuple[int, ...] = (2, 3),
+    num_drafts: int = 3,
+) -> Extras:
+    """Return extras of every kind whose counts fit together; larger budgets and blocks get further."""
+    prompts = make_prompts() if prompts is None else prompts
+    sweep, recall, trees, sampled = [], [], [], []
+    for place, prompt in enumerate(prompts):
+        for size in block_sizes:
+            sweep.append(
+                {"prompt_id": prompt.prompt_id, "block_size": size, "method": "redrafted"} | _walk(prompt, size)
+            )
+        for budget in budgets:
+            trees.append({"prompt_id": prompt.prompt_id, "budget": budget} | _walk(prompt, 2 + budget // 4))
+        for position in range(1, num_drafts + 1):
+            for k in (1, 2, 4, 8, 16):
+                reached = (10 + place) // position
+                both = min(reached, k + place // 3)
+                counts = (20, min(20, both + 2), reached, both)
+                recall.append((prompt.prompt_id, position, k, *counts))
+        for temperature in (0.5, 1.0):
+            for rule in ("one_hot", "sampled"):
+                first = 4.0 + place / 8 + temperature
+                sums = (8, 20, 7, first, first * 1.75, first * 1.25)
+                sampled.append((prompt.prompt_id, temperature, rule, *sums))
+    return Extras(
+        sweep=polars.DataFrame(sweep, schema=EXTRA_SCHEMAS["sweep"]),
+        recall=polars.DataFrame(recall, schema=EXTRA_SCHEMAS["recall"], orient="row"),
+        trees=polars.DataFrame(trees, schema=EXTRA_SCHEMAS["trees"]),
+        sampled=polars.DataFrame(sampled, schema=EXTRA_SCHEMAS["sampled"], orient="row"),
+    )
+
+
+def _walk(prompt: PromptRecord, tokens_per_step: int) -> dict[str, int]:
+    emitted = prompt.num_response_tokens - 1
+    steps = -(-emitted // tokens_per_step)
+    return {
+        "num_verification_steps": steps,
+        "num_accepted_drafts": emitted - steps,
+        "num_emitted_tokens": emitted,
+    }
 
 
 def make_checkpoint(checkpoint_id: str, *, run: str = "run-a", step: int | None = 100) -> CheckpointRecord:

@@ -193,7 +193,7 @@ def test_a_walk_with_a_gap_is_refused(path):
         pytest.param({"error": "oh"}, "without an error", id="done with an error"),
         pytest.param({"status": "halfway"}, "halfway", id="unknown status"),
         pytest.param({"status": "vanished"}, "'vanished' has an error", id="vanished without a reason"),
-        pytest.param({"status": "vanished", "error": "gone"}, "and no blocks", id="vanished with numbers"),
+        pytest.param({"status": "vanished", "error": "gone"}, "no blocks and no extras", id="vanished with numbers"),
         pytest.param({"blocks": None}, "a done evaluation has blocks", id="done without blocks"),
         pytest.param({"started_at": datetime(2026, 3, 1)}, "no time zone", id="naive time"),
         pytest.param({"seconds": {"run_drafter": math.nan}}, "JSON", id="nan in a stage's seconds"),
@@ -240,7 +240,7 @@ def test_a_database_of_a_newer_version_is_refused_in_one_line(path):
     with writing(path) as connection:
         connection.execute("UPDATE meta SET schema_version = 99")
     for act in (lambda: write_evaluation(path, make_record()), lambda: read_evaluation(path, "eval-a")):
-        with pytest.raises(ResultsError, match="schema version 99, this program knows 2: upgrade") as caught:
+        with pytest.raises(ResultsError, match="schema version 99, this program knows 3: upgrade") as caught:
             act()
         assert "\n" not in str(caught.value)
 

@@ -3,10 +3,12 @@
 import pytest
 
 from dflash_core.errors import NoResults, QueryError
+from dflash_core.results import query
 from dflash_core.results.database import read_evaluation, write_evaluation
 from dflash_core.results.query import run_query
 from tests.dflash_core.results.builders import make_record
 
+BIG_SORT = "SELECT row_number() OVER (ORDER BY hash(r)) AS n FROM range(4000000) AS numbers(r)"
 secret_variable = [{"token": "geheim"}]
 
 
@@ -101,6 +103,17 @@ def test_nothing_but_this_database_can_be_read_and_nothing_written(path, tmp_pat
         run_query(path, sql.format(other=tmp_path / "other", file=tmp_path / "file.csv"))
     assert path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["file.csv"]
+
+
+def test_what_does_not_fit_into_memory_is_an_error_and_no_file_beside_the_database(path, monkeypatch):
+    little = ("SET memory_limit = '40MB'", "SET threads = 1", *query.LOCK_STATEMENTS)
+    monkeypatch.setattr(query, "LOCK_STATEMENTS", little)
+    before = sorted(path.parent.iterdir())
+    with pytest.raises(QueryError, match="Out of Memory"):
+        run_query(
+            path, "SELECT max(n) FROM (SELECT row_number() OVER (ORDER BY hash(r)) AS n FROM range(4000000) t(r))"
+        )
+    assert sorted(path.parent.iterdir()) == before
 
 
 def test_the_lock_on_settings_does_not_outlive_the_query(path):

@@ -104,6 +104,13 @@ def test_the_page_shows_the_stored_numbers(path, page):
     assert "Made 2026-03-02 08:30 UTC" in text
 
 
+def test_near_ties_carry_the_tau_without_them(path, page):
+    for name in ("eval-100", "eval-published"):
+        numbers = read_evaluation(path, name)["datasets"]["all"]
+        without = f"{numbers['tau_without_near_ties']:.3f}"
+        assert f'<abbr title="tau without these steps: {without}">{numbers["num_near_ties"]}</abbr>' in page
+
+
 def test_conditions_stand_beside_the_numbers(page):
     text = " ".join(text_of(page).split())
     for words in (

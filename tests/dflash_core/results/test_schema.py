@@ -11,7 +11,7 @@ from dflash_core.results.connection import reading
 from dflash_core.results.database import write_evaluation
 from dflash_core.results.query import run_query
 from dflash_core.results.records import SPEC_COLUMNS
-from tests.dflash_core.results.builders import make_failed, make_prompts, make_record
+from tests.dflash_core.results.builders import make_extras, make_failed, make_prompts, make_record
 
 ROOT = Path(__file__).parents[3]
 QUERIES = sorted((ROOT / "results" / "queries").glob("*.sql"))
@@ -22,7 +22,10 @@ def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("results") / "acceptance.duckdb"
     for place, quality in enumerate((0.2, 0.5, 0.8)):
         step = 100 * (place + 1)
-        write_evaluation(path, make_record(f"eval-{step}", step=step, quality=quality, seed=place, minutes=place))
+        record = make_record(
+            f"eval-{step}", step=step, quality=quality, seed=place, minutes=place, extras=make_extras()
+        )
+        write_evaluation(path, record)
     write_evaluation(path, make_record("eval-300-again", step=300, quality=0.6, seed=7, minutes=20))
     write_evaluation(path, make_record("eval-small-block", step=300, quality=0.8, block_size=3, minutes=1))
     write_evaluation(path, make_record("eval-published", run="published", step=None, quality=0.9, seed=9))
@@ -126,6 +129,10 @@ def test_there_is_a_query_for_each_question_people_ask():
         "near_tie_share",
         "not_scored",
         "paired_differences",
+        "recall_by_position",
+        "sampled_acceptance",
+        "which_block_size_pays",
+        "which_tree_budget_pays",
     }
 
 
@@ -171,3 +178,41 @@ def test_the_queries_give_the_right_answers(path):
     ties = answer(path, "near_tie_share").filter(evaluation_id="eval-100", slice="all").row(0, named=True)
     walk = make_record(quality=0.2, seed=0).blocks.filter("is_on_walk")
     assert ties["near_tie_share"] == walk["is_near_tie"].mean()
+
+
+def test_the_queries_on_extras_give_the_right_answers(path):
+    def of_all(name):
+        rows = answer(path, name).filter(evaluation_id="eval-100")
+        return rows.filter(slice="all") if "slice" in rows.columns else rows
+
+    chain = run_query(
+        path, "SELECT tau_pooled FROM acceptance WHERE evaluation_id = 'eval-100' AND slice = 'all'"
+    ).item()
+    trees = of_all("which_tree_budget_pays")
+    small, large = trees.rows(named=True)
+    assert (small["budget"], large["budget"]) == (4, 16)
+    assert small["gain"] == small["tau_pooled"] - chain
+    assert small["tokens_per_node_more"] == (small["tau_pooled"] - chain) / (4 - 3), "the chain drafts 3"
+    assert large["tokens_per_node_more"] == (large["tau_pooled"] - small["tau_pooled"]) / 12
+
+    blocks = of_all("which_block_size_pays")
+    assert blocks["block_size"].to_list() == [2, 3, 4]
+    assert blocks["method"].to_list() == ["redrafted", "redrafted", "evaluated"]
+    assert blocks["tau_pooled"][2] == chain
+    assert blocks["share_of_the_longest"].to_list() == [tau / chain for tau in blocks["tau_pooled"]]
+
+    recall = of_all("recall_by_position")
+    assert recall["draft_position"].to_list() == [1, 2, 3]
+    frame = make_extras().recall
+    at = frame.filter(draft_position=2, k=4)
+    assert recall["recall_at_4"][1] == at["num_reached_recalled"].sum() / at["num_reached"].sum()
+    assert (recall["recall_at_1"] <= recall["recall_at_16"]).all()
+
+    sampled = of_all("sampled_acceptance")
+    assert sampled.select("temperature", "rule").rows() == [
+        (0.5, "one_hot"),
+        (0.5, "sampled"),
+        (1.0, "one_hot"),
+        (1.0, "sampled"),
+    ]
+    assert (sampled["expected_accepted_at_least"] < sampled["expected_accepted_teacher_forced"]).all()
