@@ -202,6 +202,5 @@ def _signature(files: Iterable[DirEntry]) -> str:
     digest = hashlib.sha256()
     for entry in sorted(files, key=lambda entry: entry.path):
         if entry.stat is not None:
-            about = f"{entry.path}\0{entry.stat.size}\0{entry.stat.mtime_ns}\0{entry.stat.tag or ''}\n"
-            digest.update(about.encode(errors="surrogateescape"))
+            digest.update(f"{entry.path}\0{entry.stat.version}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()

@@ -36,6 +36,11 @@ class FileStat:
     tag: str | None = None
     """What an object store changes whenever it stores other bytes (ETag, generation); None where there is none."""
 
+    @property
+    def version(self) -> str:
+        """Return all that a host says of which bytes these are: part of an identity where no checksum is."""
+        return f"{self.size} {self.mtime_ns}{self.tag or ''}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirEntry:

@@ -136,7 +136,7 @@ def _stream(
 
 def _content(held: OpenCheckpoint, wanted: Mapping[str, TensorEntry]) -> str:
     """Say what the new file will hold: the same text, the same bytes."""
-    files = [(file.path, file.stat.size, file.stat.mtime_ns) for file in held.container.files]
+    files = [(file.path, file.stat.version) for file in held.container.files]
     return json.dumps([held.ref.identity, files, sorted((name, entry.name) for name, entry in wanted.items())])
 
 

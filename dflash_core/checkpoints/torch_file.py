@@ -218,8 +218,7 @@ def _identity(reader: RangeReader, index: ZipIndex) -> str:
     if id_record is not None and id_record.size <= FRONT_SLACK_BYTES:
         digest.update(read_record(reader, id_record))
     if not index.has_checksums:
-        stat = reader.file.stat
-        digest.update(f"{stat.size} {stat.mtime_ns}{stat.tag or ''}".encode())
+        digest.update(reader.file.stat.version.encode())
     return digest.hexdigest()
 
 
