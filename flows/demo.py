@@ -156,6 +156,7 @@ def _prepare(config_path: str) -> None:
 def _watch(
     folder: Path, config: Config, config_path: str, run_url: str, run_folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    from dflash_core.target.runtime import using_threads
     from flows.evaluate_checkpoint import evaluate_checkpoint
     from flows.watching import Watch
 
@@ -166,7 +167,7 @@ def _watch(
         tell=_tell,
     )
     # The trainer takes one core; a second thread of ours would spend its time waiting for that one.
-    with _stand_in_run(folder, config, run_folder) as trainer, _threads(max(1, (os.cpu_count() or 2) - 1)):
+    with _stand_in_run(folder, config, run_folder) as trainer, using_threads(max(1, (os.cpu_count() or 2) - 1)):
         watch.run(once=False, every_s=LOOK_EVERY_S, stop=lambda: _is_over(trainer, watch.results, watch.failures))
     return watch.results, watch.failures
 
@@ -179,18 +180,6 @@ def _tell(event: WatchEvent) -> None:
     groups = ", ".join(f"{name} {screen.tau_text(slice_)}" for name, slice_ in result["groups"].items())
     read = f"{screen.megabytes(result['bytes_read'])} of {screen.megabytes(result['bytes_total'])} read"
     screen.say(f"    {time.strftime('%H:%M:%S')} {event.name}: tau on prompts {groups}; {read}")
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _is_over(trainer: subprocess.Popen[bytes], results: list[Any], failures: dict[str, str]) -> bool:

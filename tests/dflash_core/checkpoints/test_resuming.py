@@ -30,14 +30,6 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[RecordingSFTPServer]:
-    root = tmp_path / "box"
-    root.mkdir()
-    with RecordingSFTPServer(root) as running:
-        yield running
-
-
-@pytest.fixture
 def out(tmp_path: Path) -> Path:
     (tmp_path / "out").mkdir()
     return tmp_path / "out" / "drafter.safetensors"
