@@ -38,6 +38,14 @@ def processes_of(state: Path) -> dict[int, str]:
     return found
 
 
+def wait_until_gone(process: Running) -> None:
+    """A signal is sent, not delivered, when `kill` returns: on a busy machine its receiver runs on for a while."""
+    end = time.monotonic() + 30
+    while process.is_alive():
+        assert time.monotonic() < end, f"{process} outlived SIGKILL"
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 def test_up_scores_a_run_and_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +61,9 @@ def test_up_scores_a_run_and_down_leaves_nothing(tmp_path: Path, monkeypatch: py
         again = setup.cli("up", str(setup.run), *arguments)
         assert json.loads(again.stdout)["services"] == pids, "what runs is left alone"
         # One worker is killed: the next `up` starts that one alone.
-        os.killpg(pids["worker-cpu"], signal.SIGKILL)
+        killed = Services(state).running()["worker-cpu"]
+        os.killpg(killed.pid, signal.SIGKILL)
+        wait_until_gone(killed)
         third = setup.cli("up", str(setup.run), *arguments)
         now = json.loads(third.stdout)["services"]
         assert {name for name in pids if now[name] != pids[name]} == {"worker-cpu"}
