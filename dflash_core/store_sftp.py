@@ -22,7 +22,7 @@ import asyncssh
 from dflash_core.checkpoints.host_errors import HostMessages, ReceiverError
 from dflash_core.checkpoints.sftp_session import SftpSession, quietly
 from dflash_core.checkpoints.sftp_source import SftpSource
-from dflash_core.checkpoints.source_base import ByteRange, RateLimit, Source
+from dflash_core.checkpoints.source_base import ByteRange, RateLimit
 from dflash_core.config import HostSettings
 from dflash_core.errors import (
     CheckpointChanged,
@@ -68,7 +68,7 @@ class SftpFiles(RemoteFiles):
         """Return what lies in folders, asked for at once; one that is not there is empty."""
         listed: dict[str, list[RemoteEntry]] = {}
         with self._using() as session:
-            source = _SessionSource(session, self._limit)
+            source = SftpSource(session, limit=self._limit)
             for first in range(0, len(paths), FOLDERS_AT_ONCE):
                 some = {self._at(path): path for path in paths[first : first + FOLDERS_AT_ONCE]}
                 for full, entries in source.list_dirs(list(some)).items():
@@ -113,7 +113,7 @@ class SftpFiles(RemoteFiles):
     def download(self, path: str, *, start: int, size: int, receive: Received) -> None:
         """Read a file from `start` on, several blocks ahead."""
         try:
-            with self._using() as session, _SessionSource(session, self._limit).open(self._at(path)) as file:
+            with self._using() as session, SftpSource(session, limit=self._limit).open(self._at(path)) as file:
                 if file.stat.size != size:
                     raise FileMissing(path)
                 file.read_ranges([ByteRange(offset=start, size=size - start)], lambda _offset, data: receive(data))
@@ -313,16 +313,6 @@ class _StoreMessages(HostMessages):
     def failed(self, path: str, detail: str) -> CheckpointError:
         """Return the error for a request that the host could not serve."""
         return CheckpointError(f"{self._endpoint} failed at {path!r} of the store: {detail}; is its disk full?")
-
-
-class _SessionSource(SftpSource):
-    """The reading half of a session that is there already."""
-
-    def __init__(self, session: SftpSession, limit: RateLimit) -> None:
-        Source.__init__(self)
-        self.limit = limit
-        self.counter = self
-        self.session = session
 
 
 async def _flush(file: Any) -> None:

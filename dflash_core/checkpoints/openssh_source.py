@@ -14,59 +14,27 @@ from dataclasses import dataclass, field
 
 from dflash_core.checkpoints import sftp_packets as packets
 from dflash_core.checkpoints.openssh_session import OpenSshSession, Refused
-from dflash_core.checkpoints.read_ahead import Delivery, Depth, path_of, split_blocks, url_of
+from dflash_core.checkpoints.read_ahead import Delivery, Depth, split_blocks
+from dflash_core.checkpoints.session_source import SessionSource
 from dflash_core.checkpoints.sftp_packets import Answer, MalformedPacket, Name, Request, Status
 from dflash_core.checkpoints.source_base import (
     ByteRange,
     DirEntry,
     FileStat,
-    RateLimit,
     Sink,
-    Source,
     SourceFile,
     ended_early,
     require_inside,
     require_same,
     vanished,
 )
-from dflash_core.config import HostSettings
-from dflash_core.ssh import SshAddress
 
 MAX_PARALLEL_LISTINGS = 16
 GONE = (packets.STATUS_NO_SUCH_FILE, packets.STATUS_PERMISSION_DENIED, packets.STATUS_FAILURE)
 
 
-class OpenSshSource(Source):
+class OpenSshSource(SessionSource[OpenSshSession]):
     """Files of one SSH host, read through one SFTP session of OpenSSH's client."""
-
-    def __init__(
-        self,
-        address: SshAddress,
-        settings: HostSettings,
-        *,
-        limit: RateLimit | None = None,
-        counter: Source | None = None,
-    ) -> None:
-        """Connect.
-
-        Args:
-            address: the host; its path does not matter.
-            settings: how to log in, and how long an answer may take.
-            limit: paces the reads; None makes one from the settings.
-            counter: whose `bytes_read` counts them; None is this source itself.
-        """
-        super().__init__()
-        self.limit = limit or RateLimit(settings.max_read_mb_s)
-        self.counter = counter or self
-        self.session = OpenSshSession(address, settings)
-
-    def path_of(self, url: str) -> str:
-        """Return the path in a URL; without one, the login's own folder."""
-        return path_of(url)
-
-    def url_of(self, path: str) -> str:
-        """Return the URL of a path on this host."""
-        return url_of(self.session.address, path)
 
     def stat(self, path: str) -> FileStat:
         """Return what lies at a path, links followed."""
@@ -106,10 +74,6 @@ class OpenSshSource(Source):
     def open(self, path: str) -> SourceFile:
         """Open a file for reading."""
         return OpenSshFile(self, path)
-
-    def close(self) -> None:
-        """End the connection."""
-        self.session.close()
 
     def _list_all(self, paths: Sequence[str]) -> list[list[DirEntry] | Status]:
         """Return the entries of each folder, or why there are none."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from dflash_core.checkpoints.openssh_session import SshUnusable
+from dflash_core.checkpoints.openssh_session import OpenSshSession, SshUnusable
 from dflash_core.checkpoints.openssh_source import OpenSshSource
 from dflash_core.checkpoints.read_ahead import path_of, url_of
 from dflash_core.checkpoints.source_base import (
@@ -134,13 +134,14 @@ class SshSource(Source):
             return self._asyncssh()
 
     def _openssh(self) -> Source:
-        return OpenSshSource(self._address, self._settings, limit=self._limit, counter=self)
+        return OpenSshSource(OpenSshSession(self._address, self._settings), limit=self._limit, counter=self)
 
     def _asyncssh(self) -> Source:
         # Here and not above: it takes a third of a second to import, and is seldom needed.
+        from dflash_core.checkpoints.sftp_session import SftpSession
         from dflash_core.checkpoints.sftp_source import SftpSource
 
-        return SftpSource(self._address, self._settings, limit=self._limit, counter=self)
+        return SftpSource(SftpSession(self._address, self._settings), limit=self._limit, counter=self)
 
 
 class SshFile(SourceFile):

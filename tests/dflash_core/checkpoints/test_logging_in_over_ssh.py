@@ -252,11 +252,12 @@ def test_a_long_complaint_of_ssh_stops_nothing(
 
 LEAVE_IT_OPEN = """
 import os, sys
+from dflash_core.checkpoints.openssh_session import OpenSshSession
 from dflash_core.checkpoints.openssh_source import OpenSshSource
 from dflash_core.config import HostSettings
 from dflash_core.ssh import parse_ssh_url
 url, known_hosts, end = sys.argv[1:]
-source = OpenSshSource(parse_ssh_url(url), HostSettings(url=url, known_hosts=known_hosts))
+source = OpenSshSource(OpenSshSession(parse_ssh_url(url), HostSettings(url=url, known_hosts=known_hosts)))
 file = source.open("/file")
 print(source.session.pid, flush=True)
 if end == "raise":
