@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from dflash_core.acceptance.statistics import PairedDifference, holm_adjusted
+from dflash_core.acceptance.statistics import PairedDifference
 from dflash_core.config import Config, load_config
 from dflash_core.errors import DFlashEvalError, InputError, one_line
 from dflash_core.results import compare as comparing
 from dflash_core.results import gate as gates
 from dflash_core.results.compare import Comparison, ComparisonRow, Tau
 from dflash_core.results.selection import CONDITION_NAMES, Wanted
+from dflash_core.results.verdicts import NO_VERDICT, Verdict, judge_differences
 from flows import screen
 
 _DIGEST_CHARACTERS = 12
@@ -103,8 +104,9 @@ def _show(comparison: Comparison, note: str | None, by: str | None) -> None:
     differences = [_difference_row(row, comparison.wanted_difference) for row in comparison.rows if row.difference]
     if differences:
         caption = (
-            "paired over the same prompts, with 95 % intervals; detectable: what so many prompts show in 80 % of the "
-            f"cases; prompts for {comparison.wanted_difference:g}: how many would show that"
+            "paired over the same prompts. All verdicts of a table hold in 95 % of the cases (Holm): intervals are "
+            "wider the more is judged, and leave 0 out where it is better or worse. detectable: what so many prompts "
+            f"show in 80 % of the cases; prompts for {comparison.wanted_difference:g}: how many would show that"
         )
         screen.print_table("Differences", differences, caption=caption)
     if by is not None:
@@ -118,7 +120,7 @@ def _difference_row(row: ComparisonRow, wanted: float) -> dict[str, Any]:
     return {
         "checkpoint": row.label,
         "against": row.compared_with,
-        **_difference_cells(row.difference, row.p_adjusted),
+        **_difference_cells(row.difference, row.verdict),
         "detectable": _number(row.difference.smallest_detectable),
         f"prompts for {wanted:g}": row.num_prompts_needed,
     }
@@ -135,14 +137,16 @@ def _tau_cells(tau: Tau | None) -> dict[str, Any]:
     }
 
 
-def _difference_cells(found: PairedDifference | None, p_adjusted: float) -> dict[str, Any]:
+def _difference_cells(found: PairedDifference | None, verdict: Verdict | None) -> dict[str, Any]:
     if found is None:
-        return {"pooled difference": None, "prompt means": None, "p (Holm)": None}
+        return {"pooled difference": None, "prompt means": None, "p (Holm)": None, "verdict": None}
+    low, high = (math.nan, math.nan) if verdict is None else (verdict.ci_low, verdict.ci_high)
     mean = found.difference_prompt_mean
     return {
-        "pooled difference": screen.difference_text(found),
+        "pooled difference": screen.difference_text(found.difference, low, high),
         "prompt means": None if math.isnan(mean) else f"{mean:+.2f}",
-        "p (Holm)": _number(p_adjusted),
+        "p (Holm)": None if verdict is None else _number(verdict.p_adjusted),
+        "verdict": None if verdict is None else verdict.word,
     }
 
 
@@ -153,31 +157,32 @@ class _SliceRow(NamedTuple):
     label: str
     tau: Tau | None
     difference: PairedDifference | None
-    p_adjusted: float
+    verdict: Verdict | None
 
 
 def _slices(comparison: Comparison, by: str) -> Iterator[_SliceRow]:
-    """Yield a row per slice and checkpoint; p-values are corrected for all of them together."""
+    """Yield a row per slice and checkpoint; verdicts are corrected for all of them together."""
     taus = [row.taus_by(by) for row in comparison.rows]
     differences = [row.differences_by(by) for row in comparison.rows]
     names = list(dict.fromkeys(name for found in taus for name in found))
     cells = [(name, place) for name in names for place in range(len(comparison.rows))]
     found = [differences[place].get(name) for name, place in cells]
-    adjusted = holm_adjusted([math.nan if one is None else one.p_value for one in found])
-    for (name, place), difference, p_adjusted in zip(cells, found, adjusted, strict=True):
-        yield _SliceRow(name, comparison.rows[place].label, taus[place].get(name), difference, p_adjusted)
+    for (name, place), difference, verdict in zip(cells, found, judge_differences(found), strict=True):
+        yield _SliceRow(name, comparison.rows[place].label, taus[place].get(name), difference, verdict)
 
 
 def _slice_cells(row: _SliceRow, by: str) -> dict[str, Any]:
     cells = _without(_tau_cells(row.tau), "steps")
-    return {by: row.name, "checkpoint": row.label, **cells, **_difference_cells(row.difference, row.p_adjusted)}
+    return {by: row.name, "checkpoint": row.label, **cells, **_difference_cells(row.difference, row.verdict)}
 
 
 def _slice_json(row: _SliceRow) -> dict[str, Any]:
     return {
-        **row._asdict(),
+        "name": row.name,
+        "label": row.label,
         "tau": None if row.tau is None else asdict(row.tau),
-        "difference": None if row.difference is None else asdict(row.difference),
+        "difference": None if row.difference is None else row.difference.as_json(),
+        **(NO_VERDICT if row.verdict is None else row.verdict.as_json()),
     }
 
 
@@ -212,7 +217,9 @@ def _best_lines(comparison: Comparison) -> Iterator[str]:
 def _conditions_text(comparison: Comparison) -> str:
     parts = []
     for name, value in comparison.conditions._asdict().items():
-        text = str(value)[:_DIGEST_CHARACTERS] if name.endswith("_digest") else str(value)
+        if value is None:
+            continue
+        text = str(value)[:_DIGEST_CHARACTERS] if name.endswith(("_digest", "_identity")) else str(value)
         parts.append(f"{CONDITION_NAMES[name]} {text}")
     return ", ".join(parts)
 

@@ -26,6 +26,7 @@ def told_from_best(
     num_draws: int = DEFAULT_NUM_DRAWS,
     seed: int = DEFAULT_SEED,
     level: float = 0.95,
+    places: Sequence[int] | None = None,
 ) -> Sequence[bool]:
     """Return for each of M drafters whether another is better than it by more than chance.
 
@@ -40,20 +41,23 @@ def told_from_best(
         num_draws: how often chance is drawn.
         seed: of the random generator.
         level: chance with which the best drafter is among those that are not told from it.
+        places: the drafters that are asked about, compared with all M; None asks about all.
 
     Returns:
-        M booleans; all False with fewer than 2 prompts, which tell nothing.
+        M booleans, or one for each of `places`; all False with fewer than 2 prompts, which tell nothing.
     """
     emitted_MN = np.asarray(emitted_per_drafter, dtype=np.float64)
     steps_MN = np.asarray(steps_per_drafter, dtype=np.float64)
     num_drafters, num_prompts = emitted_MN.shape
+    places = range(num_drafters) if places is None else places
     if num_drafters < 2 or num_prompts < 2:
-        return [False] * num_drafters
+        return [False] * len(places)
     tau_M = emitted_MN.sum(axis=1) / steps_MN.sum(axis=1)
     influence_MN = np.stack([_influence(e, s) for e, s in zip(emitted_MN, steps_MN, strict=True)])
     influence_MN *= np.sqrt(num_prompts / (num_prompts - 1))
-    chance_RM = _chance(influence_MN, num_draws, seed)
-    return [_is_led(place, tau_M, influence_MN, chance_RM, level) for place in range(num_drafters)]
+    # Drafter by drafter in memory: each is compared with rows of it.
+    chance_MR = np.ascontiguousarray(_chance(influence_MN, num_draws, seed).T)
+    return [_is_led(place, tau_M, influence_MN, chance_MR, level) for place in places]
 
 
 def _influence(emitted_N: FloatArray, steps_N: FloatArray) -> FloatArray:
@@ -71,7 +75,7 @@ def _chance(influence_MN: FloatArray, num_draws: int, seed: int) -> FloatArray:
     return chance_RM
 
 
-def _is_led(place: int, tau_M: FloatArray, influence_MN: FloatArray, chance_RM: FloatArray, level: float) -> bool:
+def _is_led(place: int, tau_M: FloatArray, influence_MN: FloatArray, chance_MR: FloatArray, level: float) -> bool:
     """Tell whether the largest lead over one drafter is more than chance gives."""
     others = np.arange(len(tau_M)) != place
     error_M = np.sqrt(((influence_MN[others] - influence_MN[place]) ** 2).sum(axis=1))
@@ -82,5 +86,7 @@ def _is_led(place: int, tau_M: FloatArray, influence_MN: FloatArray, chance_RM: 
     if bool(is_flat_M.all()):
         return False
     error_M, lead_M = error_M[~is_flat_M], lead_M[~is_flat_M]
-    chance_R = ((chance_RM[:, others][:, ~is_flat_M] - chance_RM[:, [place]]) / error_M).max(axis=1)
+    chance_MR = chance_MR[np.flatnonzero(others)[~is_flat_M]] - chance_MR[place]
+    chance_MR /= error_M[:, None]
+    chance_R = chance_MR.max(axis=0)
     return bool((lead_M / error_M).max() > np.quantile(chance_R, level))

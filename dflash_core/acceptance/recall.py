@@ -10,10 +10,10 @@ Shapes: A anchors, P draft positions, N values of k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RECALL_KS = (1, 2, 4, 8, 16)
 
@@ -37,6 +37,8 @@ def count_recalled(rank_AP: Tensor, available_A: Tensor, ks: Sequence[int] = REC
         available_A: how many positions of each block can be judged.
         ks: values of k.
     """
+    import torch  # here, so that choosing the extras loads no torch
+
     position_P = torch.arange(1, rank_AP.shape[1] + 1, device=rank_AP.device)
     is_judged_AP = position_P <= available_A[:, None]
     is_hit_AP = is_judged_AP & (rank_AP == 1)

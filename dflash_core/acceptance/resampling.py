@@ -1,4 +1,4 @@
-"""Resamples of prompts, exchanges of two drafters, and the studentised bootstrap made of them.
+"""Resamples of prompts, and the studentised bootstrap made of them.
 
 Letters: N units (prompts, or whole conversations), R resamples, C columns of counts.
 
@@ -9,7 +9,6 @@ the counts and of their products only: everything is one matrix product per inte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,12 +18,14 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 
-# Sign patterns of so many units are all tried (2^N); with more units they are drawn.
-MAX_EXACT_UNITS = 12
 # Two values that are equal in exact arithmetic differ by less than this.
 TIE_TOLERANCE = 1e-9
 # Resamples are drawn in slices of about this many choices, to bound the memory used.
 CHUNK_CELLS = 2_000_000
+# Multiplications up to which OpenBLAS leaves a product to one thread. Beyond, its threads wait busily for the next
+# one: 8 ms of a CPU for a product of 2.
+_ONE_THREAD_PRODUCT = 65_536 * 4
+_LEAST_ROWS = 4
 
 _PAIRS = [(row, column) for row in range(4) for column in range(row, 4)]
 
@@ -100,31 +101,25 @@ def resampled_sums(counts_NC: FloatArray, num_resamples: int, seed: int) -> Floa
     """Return the column sums of R draws of N units with replacement, [R, C]."""
     num_units = len(counts_NC)
     if num_resamples * num_units <= CHUNK_CELLS:
-        sums_RC: FloatArray = _draws(num_units, num_resamples, seed) @ counts_NC
-        return sums_RC
+        return _product(_draws(num_units, num_resamples, seed), counts_NC)
     generator = np.random.default_rng(seed)
     sizes = [len(rows) for rows in _slices(num_resamples, num_units)]
-    return np.concatenate([_draw(generator, num_units, size) @ counts_NC for size in sizes])
+    return np.concatenate([_product(_draw(generator, num_units, size), counts_NC) for size in sizes])
 
 
-def exchanged_sums(counts_N4: FloatArray, num_resamples: int, seed: int) -> Iterator[FloatArray]:
-    """Yield the column sums after exchanging a and b within random units, slice by slice.
-
-    All 2^N patterns for up to `MAX_EXACT_UNITS` units, else R drawn ones.
-    """
-    num_units = len(counts_N4)
-    # What exchanging a unit's two drafters adds to the four sums.
-    change_N4 = counts_N4[:, [2, 3, 0, 1]] - counts_N4
-    totals_4 = counts_N4.sum(axis=0)
-    if num_units <= MAX_EXACT_UNITS:
-        patterns = np.arange(2**num_units)[:, None] >> np.arange(num_units)
-        yield totals_4 + (patterns & 1) @ change_N4
-    elif num_resamples * num_units <= CHUNK_CELLS:
-        yield totals_4 + _exchanges(num_units, num_resamples, seed) @ change_N4
-    else:
-        generator = np.random.default_rng([seed, 1])
-        for rows in _slices(num_resamples, num_units):
-            yield totals_4 + _exchange(generator, num_units, len(rows)) @ change_N4
+def _product(times_RN: FloatArray, counts_NC: FloatArray) -> FloatArray:
+    """Return the matrix product [R, C], made of products of some rows each, which no other thread is asked to share."""
+    num_rows, num_units = times_RN.shape
+    num_columns = counts_NC.shape[1]
+    at_once = _ONE_THREAD_PRODUCT // max(num_units * num_columns, 1)
+    sums_RC = np.empty((num_rows, num_columns))
+    # Where few rows fill a product, threads pay.
+    even = 0 if at_once < _LEAST_ROWS else num_rows // at_once * at_once
+    if even:
+        parts = times_RN[:even].reshape(-1, at_once, num_units)
+        np.matmul(parts, counts_NC, out=sums_RC[:even].reshape(-1, at_once, num_columns))
+    np.matmul(times_RN[even:], counts_NC, out=sums_RC[even:])
+    return sums_RC
 
 
 def contrast_of_sums(sums_R4: FloatArray, contrast: Contrast) -> FloatArray:
@@ -190,13 +185,3 @@ def _draw(generator: np.random.Generator, num_units: int, num_resamples: int) ->
     chosen_RN += np.arange(num_resamples)[:, None] * num_units
     times = np.bincount(chosen_RN.ravel(), minlength=chosen_RN.size)
     return times.reshape(chosen_RN.shape).astype(np.float64)
-
-
-@lru_cache(maxsize=8)
-def _exchanges(num_units: int, num_resamples: int, seed: int) -> FloatArray:
-    return _exchange(np.random.default_rng([seed, 1]), num_units, num_resamples)
-
-
-def _exchange(generator: np.random.Generator, num_units: int, num_resamples: int) -> FloatArray:
-    """Return in which units each resample exchanges the two drafters, [R, N] of 0 and 1."""
-    return generator.integers(2, size=(num_resamples, num_units), dtype=np.uint8).astype(np.float64)

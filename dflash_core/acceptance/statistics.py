@@ -11,29 +11,31 @@ made from blocks as if they were independent is several times too short. Turns o
 
 Intervals are those of the studentised bootstrap ("bootstrap-t", Efron 1981; Davison and Hinkley,
 Bootstrap Methods and their Application, 1997, 5.2): each resample's ratio of sums is divided by its own
-standard error, which takes the skewness of tau and the few prompts into account. On simulated prompts of
-realistic spread 95 % intervals hold the truth in 93 to 97 % of the cases from 24 prompts on (the plain
-percentile interval: 88 to 94 % at 24). With fewer than 6 prompts there are too few different resamples:
-the interval is Student's t on the same standard error, and holds it in about 87 % at 4.
+standard error, which takes the skewness of tau and the few prompts into account. No end is closer than
+Student's t on the same standard error puts it (`bounds`). On simulated prompts of realistic spread 95 %
+intervals hold the truth in 93 to 97 % of the cases from 24 prompts on (the plain percentile interval: 88 to
+94 % at 24). With fewer than 6 prompts there are too few different resamples: the interval is Student's t
+alone, and holds it in about 87 % at 4.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dflash_core.acceptance import power, resampling
+from dflash_core.acceptance.bounds import DEFAULT_LEVEL, Bounds, Interval, usable
 from dflash_core.acceptance.resampling import TIE_TOLERANCE, Contrast
 
 DEFAULT_NUM_RESAMPLES = 4000
 DEFAULT_SEED = 20260206
-DEFAULT_LEVEL = 0.95
 MIN_BOOTSTRAP_UNITS = 6
 """With fewer prompts the interval is Student's t."""
 LOWEST_TAU = 1.0
@@ -51,15 +53,6 @@ FloatArray = NDArray[np.float64]
 _TURN = re.compile(r"(.+)#\d+")
 
 
-class Interval(NamedTuple):
-    """The two ends of an interval; both NaN where there is none."""
-
-    low: float
-    high: float
-    word: str | None = None
-    """Why there is no interval."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedDifference:
     """How much better the second of two drafters is on the prompts that both were scored on."""
@@ -72,7 +65,8 @@ class PairedDifference:
     ci_high: float
     """Interval of `difference`, resampling prompts; NaN where `word` says why."""
     p_value: float
-    """Two-sided, from exchanging a and b within prompts; NaN with fewer than 2 prompts."""
+    """Two-sided, from the resamples of the interval: at most 0.05 exactly where that leaves 0 out; NaN with
+    fewer than 2 prompts."""
     standard_error: float
     """Of `difference`, by linearisation; NaN where there is no interval."""
     smallest_detectable: float
@@ -82,6 +76,12 @@ class PairedDifference:
     """What is resampled: prompts, turns of one conversation counting as one."""
     word: str | None
     """Why there is no interval; None where there is one."""
+    bounds: Bounds = field(repr=False, compare=False)
+    """The interval at any other level."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers as plain values."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "bounds"}
 
 
 def conversation_of(prompt_id: str) -> str:
@@ -145,20 +145,36 @@ def bootstrap_interval(
     Raises:
         ValueError: level or num_resamples is out of range, or the counts do not fit together.
     """
-    _check_settings(num_resamples, level)
+    _check_level(level)
+    bounds = tau_bounds(emitted_per_prompt, steps_per_prompt, clusters=clusters, num_resamples=num_resamples, seed=seed)
+    return cut(bounds.interval(level), highest)
+
+
+def tau_bounds(
+    emitted_per_prompt: ArrayLike,
+    steps_per_prompt: ArrayLike,
+    *,
+    clusters: Sequence[str] | None = None,
+    num_resamples: int = DEFAULT_NUM_RESAMPLES,
+    seed: int = DEFAULT_SEED,
+) -> Bounds:
+    """Return `tau_pooled` with intervals of any level, not cut; arguments as for `bootstrap_interval`."""
+    _check_resamples(num_resamples)
     emitted_N, steps_N = _counts(emitted_per_prompt, steps_per_prompt)
     counts_N4 = np.stack([np.zeros_like(steps_N), np.zeros_like(steps_N), emitted_N, steps_N], axis=1)
     has_steps_N = steps_N > 0
     units_U4 = _units(counts_N4[has_steps_N], _chosen(clusters, has_steps_N))
-    if len(units_U4) == 0:
-        return _no_interval(NOTHING_MEASURED)
-    if len(units_U4) == 1:
-        return _no_interval(ONE_PROMPT)
-    low, high = _interval(units_U4, Contrast.TAU, num_resamples, seed, level)
-    return _no_interval(SAME_TAU) if math.isnan(low) else Interval(max(low, LOWEST_TAU), min(high, highest))
+    return _bounds(units_U4, Contrast.TAU, num_resamples, seed)
 
 
-def contrast_interval(
+def cut(interval: Interval, highest: float) -> Interval:
+    """Return an interval of tau without what tau cannot be: below 1, or above the block size."""
+    if math.isnan(interval.low):
+        return interval
+    return Interval(max(interval.low, LOWEST_TAU), min(interval.high, highest))
+
+
+def contrast_bounds(
     emitted_a: ArrayLike,
     steps_a: ArrayLike,
     emitted_b: ArrayLike,
@@ -168,18 +184,14 @@ def contrast_interval(
     clusters: Sequence[str] | None = None,
     num_resamples: int = DEFAULT_NUM_RESAMPLES,
     seed: int = DEFAULT_SEED,
-    level: float = DEFAULT_LEVEL,
-) -> Interval:
-    """Return the interval of a difference or ratio of two drafters' pooled taus on the same prompts.
+) -> Bounds:
+    """Return a difference or ratio of two drafters' pooled taus on the same prompts, with intervals of any level.
 
     Arguments and errors as for `paired_difference`.
     """
-    _check_settings(num_resamples, level)
+    _check_resamples(num_resamples)
     units_U4 = _paired_units(_paired_counts((emitted_a, steps_a), (emitted_b, steps_b)), clusters)
-    if len(units_U4) < 2:
-        return _no_interval(ONE_PROMPT if len(units_U4) else NOTHING_SHARED)
-    low, high = _interval(units_U4, contrast, num_resamples, seed, level)
-    return _no_interval(_why_flat(units_U4)) if math.isnan(low) else Interval(low, high)
+    return _bounds(units_U4, contrast, num_resamples, seed)
 
 
 def paired_difference(
@@ -195,53 +207,43 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two drafters on the same prompts: `tau_pooled` of b minus that of a.
 
-    The interval resamples prompts, taking both drafters' counts of a prompt together. The p-value
-    exchanges the two drafters' counts within random prompts (all patterns up to 12 prompts) and
-    asks how often the difference is at least as large in size; pairing removes what hard and easy
-    prompts do to both drafters alike. Prompts where either has no step are left out.
+    The interval resamples prompts, taking both drafters' counts of a prompt together; pairing removes
+    what hard and easy prompts do to both drafters alike. The p-value is the interval's: 1 minus the highest
+    level at which it leaves 0 out. Prompts where either has no step are left out.
 
     Args:
         emitted_a: tokens emitted by drafter a, [N]; entry i of all four is the same prompt.
         steps_a: its verification steps, [N].
         emitted_b: tokens emitted by drafter b, [N].
         steps_b: its verification steps, [N].
-        clusters: a name per prompt; prompts of one name are drawn and exchanged together.
-        num_resamples: R, of the bootstrap and of the exchange, at least 100.
+        clusters: a name per prompt; prompts of one name are drawn together.
+        num_resamples: R, at least 100.
         seed: of the random generator.
         level: of the interval, in the open interval (0, 1).
 
     Raises:
         ValueError: the four do not have one length, or a setting is out of range.
     """
-    _check_settings(num_resamples, level)
+    _check_level(level)
+    _check_resamples(num_resamples)
     counts_N4 = _paired_counts((emitted_a, steps_a), (emitted_b, steps_b))
-    units_U4 = _paired_units(counts_N4, clusters)
+    bounds = _bounds(_paired_units(counts_N4, clusters), Contrast.DIFFERENCE, num_resamples, seed)
     shared_N4 = counts_N4[_is_shared(counts_N4)]
-    interval, p_value, error = _no_interval(NOTHING_SHARED), math.nan, math.nan
-    difference = difference_prompt_mean = math.nan
-    if len(units_U4):
-        difference = float(resampling.estimate(units_U4, Contrast.DIFFERENCE).value)
-        per_prompt_N = resampling.contrast_of_sums(shared_N4, Contrast.DIFFERENCE)
-        difference_prompt_mean = math.fsum(per_prompt_N) / len(per_prompt_N)
-        interval = _no_interval(ONE_PROMPT)
-    if len(units_U4) > 1:
-        interval = Interval(*_interval(units_U4, Contrast.DIFFERENCE, num_resamples, seed, level))
-        p_value = _exchange_p_value(units_U4, difference, num_resamples, seed)
-        if math.isnan(interval.low):
-            interval = _no_interval(_why_flat(units_U4))
-        else:
-            error = resampling.estimate(units_U4, Contrast.DIFFERENCE).standard_error
+    per_prompt_N = resampling.contrast_of_sums(shared_N4, Contrast.DIFFERENCE)
+    interval = bounds.interval(level)
+    error = math.nan if bounds.word is not None else bounds.error
     return PairedDifference(
-        difference=difference,
-        difference_prompt_mean=difference_prompt_mean,
+        difference=bounds.value,
+        difference_prompt_mean=math.fsum(per_prompt_N) / len(per_prompt_N) if len(per_prompt_N) else math.nan,
         ci_low=interval.low,
         ci_high=interval.high,
-        p_value=p_value,
+        p_value=bounds.p_value(),
         standard_error=error,
-        smallest_detectable=power.smallest_detectable(error, len(units_U4)),
+        smallest_detectable=power.smallest_detectable(error, bounds.num_units),
         num_prompts=len(shared_N4),
-        num_units=len(units_U4),
-        word=interval.word,
+        num_units=bounds.num_units,
+        word=bounds.word,
+        bounds=bounds,
     )
 
 
@@ -276,9 +278,12 @@ def _counts(emitted_per_prompt: ArrayLike, steps_per_prompt: ArrayLike) -> tuple
     return emitted_N, steps_N
 
 
-def _check_settings(num_resamples: int, level: float) -> None:
+def _check_level(level: float) -> None:
     if not 0.0 < level < 1.0:
         raise ValueError(f"level must be in the open interval (0, 1), got {level!r}")
+
+
+def _check_resamples(num_resamples: int) -> None:
     if num_resamples < 100:
         raise ValueError(f"num_resamples must be at least 100, got {num_resamples!r}")
 
@@ -321,40 +326,26 @@ def _paired_units(counts_N4: FloatArray, clusters: Sequence[str] | None) -> Floa
     return _units(counts_N4[is_shared_N], _chosen(clusters, is_shared_N))
 
 
-def _interval(
-    units_U4: FloatArray, contrast: Contrast, num_resamples: int, seed: int, level: float
-) -> tuple[float, float]:
-    """Return the ends of the interval of at least 2 units; NaN where they do not differ."""
+def _bounds(units_U4: FloatArray, contrast: Contrast, num_resamples: int, seed: int) -> Bounds:
+    """Return the estimate of a contrast over units, with what resamples of them say."""
+    num_units = len(units_U4)
+    if num_units == 0:
+        word = NOTHING_MEASURED if contrast is Contrast.TAU else NOTHING_SHARED
+        return Bounds(value=math.nan, error=math.nan, num_units=0, ratios_R=None, word=word)
     value, error = resampling.estimate(units_U4, contrast)
+    if num_units == 1:
+        return Bounds(value=value, error=math.nan, num_units=1, ratios_R=None, word=ONE_PROMPT)
     if error < TIE_TOLERANCE:
-        return math.nan, math.nan
-    if len(units_U4) >= MIN_BOOTSTRAP_UNITS:
-        _, ratios_R = resampling.studentised(units_U4, contrast, num_resamples=num_resamples, seed=seed)
-        # Not interpolated: the ends may be infinite, where many resamples hold only prompts that are alike.
-        low, high = np.quantile(ratios_R, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
-        if math.isfinite(low) and math.isfinite(high):
-            return value - float(high) * error, value - float(low) * error
-    reach = power.student_t_quantile((1 + level) / 2, len(units_U4) - 1) * error
-    return value - reach, value + reach
+        return Bounds(value=value, error=0.0, num_units=num_units, ratios_R=None, word=_why_flat(units_U4, contrast))
+    ratios_R = None
+    if num_units >= MIN_BOOTSTRAP_UNITS:
+        drawn_R = resampling.studentised(units_U4, contrast, num_resamples=num_resamples, seed=seed)[1]
+        ratios_R = usable(drawn_R, num_units)
+    return Bounds(value=value, error=error, num_units=num_units, ratios_R=ratios_R, word=None)
 
 
-def _why_flat(units_U4: FloatArray) -> str:
+def _why_flat(units_U4: FloatArray, contrast: Contrast) -> str:
+    if contrast is Contrast.TAU:
+        return SAME_TAU
     is_same = bool((units_U4[:, :2] == units_U4[:, 2:]).all())
     return SAME_COUNTS if is_same else SAME_DIFFERENCE
-
-
-def _exchange_p_value(units_U4: FloatArray, observed: float, num_resamples: int, seed: int) -> float:
-    """Return the share of exchanges of a and b whose difference is as large in size as observed."""
-    num_as_large = num_patterns = 0
-    for sums_R4 in resampling.exchanged_sums(units_U4, num_resamples, seed):
-        found_R = resampling.contrast_of_sums(sums_R4, Contrast.DIFFERENCE)
-        num_as_large += int((np.abs(found_R) >= abs(observed) - TIE_TOLERANCE).sum())
-        num_patterns += len(found_R)
-    if len(units_U4) <= resampling.MAX_EXACT_UNITS:
-        return num_as_large / num_patterns
-    # The observed pattern is one of the possible ones: count it, so that p is never 0.
-    return (num_as_large + 1) / (num_patterns + 1)
-
-
-def _no_interval(word: str) -> Interval:
-    return Interval(math.nan, math.nan, word)

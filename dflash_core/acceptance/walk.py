@@ -29,11 +29,12 @@ Sources: z-lab/dflash `dflash/model.py: dflash_generate`; deepseek-ai/DeepSpec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from dflash_core.errors import ShapeMismatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METRICS_VERSION = 2
 """Raised in the commit that changes a number."""

@@ -18,20 +18,21 @@ import duckdb
 import numpy as np
 
 from dflash_core.acceptance import statistics
+from dflash_core.acceptance.bounds import DEFAULT_LEVEL
 from dflash_core.acceptance.power import prompts_needed
 from dflash_core.acceptance.ranking import told_from_best
-from dflash_core.acceptance.statistics import PairedDifference, conversation_of, holm_adjusted, paired_difference
+from dflash_core.acceptance.statistics import PairedDifference, conversation_of, paired_difference
 from dflash_core.results.connection import DEFAULT_WAIT_S, PathLike, reading
-from dflash_core.results.selection import Candidate, Conditions, Wanted, find, select
+from dflash_core.results.selection import CONDITIONS_SQL, Candidate, Conditions, Wanted, find, select
+from dflash_core.results.verdicts import NO_VERDICT, Verdict, judge_differences
 
 DEFAULT_WANTED_DIFFERENCE = 0.1
 """In tokens per verification step: how many prompts would show so much is told where nobody asks for another."""
 
-_CANDIDATES = """
+_CANDIDATES = f"""
     SELECT
-        evaluation_id, checkpoint_id, run, step, url, status, error, started_at, device, target, transcripts_digest,
-        block_size, dtype, target_dtype, thinking, chat_template_digest, verification_rule, counting_rule,
-        row_alignment, metrics_version, acceptance.tau_pooled
+        evaluation_id, checkpoint_id, run, step, url, status, error, started_at, device, acceptance.tau_pooled,
+        {CONDITIONS_SQL}
     FROM evaluations
     JOIN checkpoints USING (checkpoint_id)
     LEFT JOIN (FROM acceptance WHERE slice = 'all') AS acceptance USING (evaluation_id)
@@ -85,15 +86,21 @@ class ComparisonRow:
     """Label of the row that the difference is to; None for the baseline and for a first row."""
     difference: PairedDifference | None
     """This row's pooled tau minus the other's, on the prompts that both have."""
-    p_adjusted: float
-    """The p-value after Holm's correction for all rows of the table; NaN where there is none."""
+    verdict: Verdict | None
+    """Better, worse or not to tell, with Holm's correction for all rows of the table; None without a difference."""
     num_prompts_needed: int | None
     """Prompts that would show the wanted difference in 80 % of the cases; None where nothing can be said."""
     counts: CountsOfPrompts
     """What this checkpoint did on each prompt."""
     counts_of_other: CountsOfPrompts
     """What the one that it is compared with did; empty without one."""
-    block_size: int | None
+    highest_tau: int | None
+    """What its tau cannot pass."""
+
+    @property
+    def p_adjusted(self) -> float:
+        """The p-value after Holm's correction for all rows of the table; NaN where there is none."""
+        return math.nan if self.verdict is None else self.verdict.p_adjusted
 
     @property
     def datasets(self) -> dict[str, PairedDifference]:
@@ -107,23 +114,23 @@ class ComparisonRow:
 
     def differences_by(self, by: str) -> dict[str, PairedDifference]:
         """Return the difference on each slice that both have prompts of."""
-        other, own = _sliced(self.counts_of_other, by), _sliced(self.counts, by)
-        return {name: paired(other[name], own[name]) for name in sorted(other.keys() & own.keys())}
+        return paired_by(self.counts_of_other, self.counts, by)
 
     def taus_by(self, by: str) -> dict[str, Tau]:
         """Return the taus of each dataset or group."""
-        return {name: _tau(part, self.block_size) for name, part in _sliced(self.counts, by).items()}
+        return {name: tau_of(part, self.highest_tau) for name, part in sliced(self.counts, by).items()}
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as plain values, the taus of all prompts at the top."""
-        own = ("evaluation_id", "label", "run", "step", "url", "compared_with", "p_adjusted", "num_prompts_needed")
+        own = ("evaluation_id", "label", "run", "step", "url", "compared_with", "num_prompts_needed")
         tau = asdict(self.tau)
         return {name: getattr(self, name) for name in own} | {
             "tau_word": tau.pop("word"),
             **tau,
-            "difference": None if self.difference is None else asdict(self.difference),
-            "datasets": {name: asdict(found) for name, found in self.datasets.items()},
-            "groups": {name: asdict(found) for name, found in self.groups.items()},
+            "difference": None if self.difference is None else self.difference.as_json(),
+            **(NO_VERDICT if self.verdict is None else self.verdict.as_json()),
+            "datasets": {name: found.as_json() for name, found in self.datasets.items()},
+            "groups": {name: found.as_json() for name, found in self.groups.items()},
         }
 
 
@@ -182,19 +189,16 @@ def compare(
         NoResults: there is no database yet.
     """
     with reading(path, wait_s=wait_s) as connection:
-        selection = select(_candidates(connection), selectors, baseline, wanted)
-        ids = [row.evaluation_id for row in selection.rows]
-        counts: dict[str, dict[str, Counts]] = {evaluation_id: {} for evaluation_id in ids}
-        for evaluation_id, prompt_id, *values in connection.execute(_COUNTS, [ids]).fetchall():
-            counts[evaluation_id][prompt_id] = Counts(*values)
+        selection = select(read_candidates(connection), selectors, baseline, wanted)
+        counts = read_counts(connection, [row.evaluation_id for row in selection.rows])
     others = _compared_with(selection.rows, selection.baseline, is_typed=bool(selectors))
     differences = [
         None if other is None else paired(counts[other.evaluation_id], counts[row.evaluation_id])
         for row, other in zip(selection.rows, others, strict=True)
     ]
-    adjusted = holm_adjusted([math.nan if found is None else found.p_value for found in differences])
+    verdicts = judge_differences(differences)
     rows = []
-    for row, other, found, p_adjusted in zip(selection.rows, others, differences, adjusted, strict=True):
+    for row, other, found, verdict in zip(selection.rows, others, differences, verdicts, strict=True):
         own = counts[row.evaluation_id]
         of_other = {} if other is None else counts[other.evaluation_id]
         rows.append(
@@ -204,14 +208,14 @@ def compare(
                 run=row.run,
                 step=row.step,
                 url=row.url,
-                tau=_tau(own, row.conditions.block_size),
+                tau=tau_of(own, row.conditions.highest_tau),
                 compared_with=None if other is None else other.label,
                 difference=found,
-                p_adjusted=p_adjusted,
+                verdict=verdict,
                 num_prompts_needed=_needed(found, wanted_difference),
                 counts=own,
                 counts_of_other=of_other,
-                block_size=row.conditions.block_size,
+                highest_tau=row.conditions.highest_tau,
             )
         )
     return Comparison(
@@ -232,7 +236,7 @@ def url_of(path: PathLike, selector: str, wanted: Wanted | None = None, *, wait_
         NoResults: there is no database yet.
     """
     with reading(path, wait_s=wait_s) as connection:
-        return find(_candidates(connection), selector, wanted or Wanted())[0].url
+        return find(read_candidates(connection), selector, wanted or Wanted())[0].url
 
 
 def columns_of(a: CountsOfPrompts, b: CountsOfPrompts) -> tuple[list[list[int]], list[str]]:
@@ -252,7 +256,8 @@ def paired(a: CountsOfPrompts, b: CountsOfPrompts) -> PairedDifference:
     return paired_difference(*columns, clusters=clusters)
 
 
-def _candidates(connection: duckdb.DuckDBPyConnection) -> list[Candidate]:
+def read_candidates(connection: duckdb.DuckDBPyConnection) -> list[Candidate]:
+    """Return all stored evaluations, also those without numbers."""
     cursor = connection.execute(_CANDIDATES)
     names = [column[0] for column in cursor.description or []]
     found = []
@@ -261,6 +266,14 @@ def _candidates(connection: duckdb.DuckDBPyConnection) -> list[Candidate]:
         conditions = Conditions(**{name: row.pop(name) for name in Conditions._fields})
         found.append(Candidate(**row, conditions=conditions))
     return found
+
+
+def read_counts(connection: duckdb.DuckDBPyConnection, ids: Sequence[str]) -> dict[str, dict[str, Counts]]:
+    """Return evaluation id to prompt id to counts."""
+    counts: dict[str, dict[str, Counts]] = {evaluation_id: {} for evaluation_id in ids}
+    for evaluation_id, prompt_id, *values in connection.execute(_COUNTS, [list(ids)]).fetchall():
+        counts[evaluation_id][prompt_id] = Counts(*values)
+    return counts
 
 
 def _compared_with(rows: Sequence[Candidate], baseline: Candidate | None, *, is_typed: bool) -> list[Candidate | None]:
@@ -273,7 +286,14 @@ def _compared_with(rows: Sequence[Candidate], baseline: Candidate | None, *, is_
     ]
 
 
-def _sliced(counts: CountsOfPrompts, by: str) -> dict[str, dict[str, Counts]]:
+def paired_by(a: CountsOfPrompts, b: CountsOfPrompts, by: str) -> dict[str, PairedDifference]:
+    """Return b minus a on each dataset or group that both have prompts of."""
+    of_a, of_b = sliced(a, by), sliced(b, by)
+    return {name: paired(of_a[name], of_b[name]) for name in sorted(of_a.keys() & of_b.keys())}
+
+
+def sliced(counts: CountsOfPrompts, by: str) -> dict[str, dict[str, Counts]]:
+    """Return the counts of each dataset or group; a prompt without one is in none."""
     parts: dict[str, dict[str, Counts]] = {}
     for prompt_id, found in counts.items():
         name = getattr(found, by)
@@ -282,11 +302,12 @@ def _sliced(counts: CountsOfPrompts, by: str) -> dict[str, dict[str, Counts]]:
     return dict(sorted(parts.items()))
 
 
-def _tau(counts: CountsOfPrompts, block_size: int | None) -> Tau:
+def tau_of(counts: CountsOfPrompts, highest_tau: int | None) -> Tau:
+    """Return both means over prompts, and the interval of the pooled one."""
     emitted = [found.num_emitted_tokens for found in counts.values()]
     steps = [found.num_verification_steps for found in counts.values()]
     interval = statistics.bootstrap_interval(
-        emitted, steps, clusters=[conversation_of(name) for name in counts], highest=block_size or math.inf
+        emitted, steps, clusters=[conversation_of(name) for name in counts], highest=highest_tau or math.inf
     )
     return Tau(
         tau_pooled=statistics.tau_pooled(emitted, steps),
@@ -307,16 +328,22 @@ def _not_told_from_best(rows: Sequence[Candidate], counts: Mapping[str, CountsOf
     """Return the labels of the rows that no other row leads by more than chance."""
     if len(rows) < 2:
         return ()
-    shared = sorted(set.intersection(*(set(counts[row.evaluation_id]) for row in rows)))
+    told = told_from_the_best([counts[row.evaluation_id] for row in rows])
+    return tuple(row.label for row, is_told in zip(rows, told, strict=True) if not is_told)
+
+
+def told_from_the_best(
+    counts: Sequence[CountsOfPrompts], places: Sequence[int] | None = None, *, level: float = DEFAULT_LEVEL
+) -> Sequence[bool]:
+    """Return for each drafter, or for some, whether another leads it by more than chance, on the prompts of all."""
+    shared = sorted(set.intersection(*(set(of_one) for of_one in counts)))
     conversations = sorted({conversation_of(prompt_id) for prompt_id in shared})
     place = {name: number for number, name in enumerate(conversations)}
-    sums = np.zeros((2, len(rows), len(conversations)))
-    for number, row in enumerate(rows):
+    sums = np.zeros((2, len(counts), len(conversations)))
+    for number, of_one in enumerate(counts):
         for prompt_id in shared:
-            found = counts[row.evaluation_id][prompt_id]
-            sums[:, number, place[conversation_of(prompt_id)]] += found[2:]
-    told = told_from_best(sums[0], sums[1])
-    return tuple(row.label for row, is_told in zip(rows, told, strict=True) if not is_told)
+            sums[:, number, place[conversation_of(prompt_id)]] += of_one[prompt_id][2:]
+    return told_from_best(sums[0], sums[1], places=places, level=level)
 
 
 def _conversations_note(counts: Mapping[str, CountsOfPrompts]) -> list[str]:

@@ -1,8 +1,8 @@
 """Short connections to the results database, and what to do while another process holds it.
 
 A DuckDB file has one process that writes, or many that read. So every connection here lives for
-one statement or one transaction, opening is tried again with growing pauses while somebody else
-holds the file, and one process opens the file once at a time (DuckDB shares one instance, with
+one statement or one transaction, opening is tried again while somebody else holds the file, in the order in which
+all came (`turns`), and one process opens the file once at a time (DuckDB shares one instance, with
 its settings, between the connections of a process).
 
 A file of an older version is brought up to date when it is opened for writing; reading leaves it as it
@@ -11,13 +11,15 @@ is: what that version did not have yet is missing, everything else is answered a
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 
@@ -25,12 +27,19 @@ import duckdb
 
 from dflash_core.errors import NoResults, ResultsError
 from dflash_core.results.migrations import SCHEMA_VERSION, migrate_one_step
+from dflash_core.results.turns import turn
 
 DEFAULT_WAIT_S = 60.0
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 1.0
+FIRST_PAUSE_S = 0.005
+LONGEST_PAUSE_S = 0.03
 # A file that another process is just creating is shorter than DuckDB's three headers of 4 KiB.
 NEW_FILE_BYTES = 12288
+
+# DuckDB would fetch an extension from its makers' host for a query that needs one, or for a file of SQLite.
+_CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+}
 
 _in_this_process = threading.Lock()
 
@@ -117,7 +126,8 @@ def _opened(path: PathLike, *, read_only: bool, wait_s: float) -> Iterator[duckd
     if not _in_this_process.acquire(timeout=wait_s):
         raise ResultsError(f"the results database {str(path)!r} is in use by another thread for over {wait_s:g} s")
     try:
-        connection = _connect(path, read_only=read_only, wait_s=wait_s, deadline=deadline)
+        with turn(path, deadline=deadline):
+            connection = _connect(path, read_only=read_only, wait_s=wait_s, deadline=deadline)
         try:
             yield connection
         except duckdb.Error as error:
@@ -132,17 +142,22 @@ def _connect(path: PathLike, *, read_only: bool, wait_s: float, deadline: float)
     pause_s = FIRST_PAUSE_S
     while True:
         try:
-            return duckdb.connect(os.fspath(path), read_only=read_only)
+            return duckdb.connect(os.fspath(path), read_only=read_only, config=_CONFIG)
         except duckdb.Error as error:
+            if _is_unborn(error, path) and _was_left_unborn(path, is_repaired=not read_only):
+                if read_only:
+                    raise NoResults(f"the database {str(path)!r} holds no results: its creation was cut off") from error
+                continue
             holder = _holder(error, path)
             if holder is None:
-                raise ResultsError(f"the results database cannot be opened: {first_line(error)}") from error
+                what = f"the results database {str(path)!r} cannot be opened"
+                raise ResultsError(f"{what}: {first_line(error)}") from error
             if time.monotonic() + pause_s > deadline:
                 raise ResultsError(
                     f"the results database {str(path)!r} was held by {holder} for {wait_s:g} s: "
                     "close that program, or try again when it has finished"
                 ) from error
-        # Half of the pause is random, so that waiting processes do not all come back at once.
+        # Half of the pause is random: where there is no queue, waiting processes do not all come back at once.
         time.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -155,8 +170,52 @@ def _holder(error: duckdb.Error, path: PathLike) -> str | None:
         return f"{Path(found[1]).name} (process {found[2]})" if found else "another process"
     if "different configuration" in text:
         return "another connection of this process"
-    is_new = "not a valid DuckDB database" in text and Path(path).stat().st_size < NEW_FILE_BYTES
-    return "a process that is creating it" if is_new else None
+    return "a process that is creating it" if _is_unborn(error, path) else None
+
+
+def _is_unborn(error: duckdb.Error, path: PathLike) -> bool:
+    """Tell whether a file has not yet all that even an empty database has, and nothing else."""
+    if "Could not set lock" in str(error):
+        return False
+    with suppress(FileNotFoundError):
+        if Path(path).stat().st_size < NEW_FILE_BYTES:  # to close a whole one would free our locks
+            data = Path(path).read_bytes()
+            return not data.strip(b"\0") or data[8:12] == b"DUCK"
+    return False
+
+
+def _was_left_unborn(path: PathLike, *, is_repaired: bool) -> bool:
+    """Tell whether the process that was creating a file is gone, as by SIGKILL or a full disk; DuckDB waits for ever.
+
+    Who creates one holds DuckDB's lock on it. To repair is to write an empty database in place: under a new
+    file somebody who has just opened this one would write into what has no name any more.
+
+    Raises:
+        ResultsError: it cannot be repaired.
+    """
+    try:
+        with open(path, "r+b" if is_repaired else "rb") as file:
+            fcntl.lockf(file, (fcntl.LOCK_EX if is_repaired else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size >= NEW_FILE_BYTES:
+                return False
+            if is_repaired:
+                file.write(_empty_database())
+                file.flush()
+                os.fsync(file.fileno())
+            return True
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except (OSError, duckdb.Error) as error:
+        raise ResultsError(
+            f"the results database {str(path)!r} was cut off when it was made, and cannot be made: {first_line(error)}"
+        ) from error
+
+
+def _empty_database() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder) / "empty.duckdb"
+        duckdb.connect(str(empty)).close()
+        return empty.read_bytes()
 
 
 def _schema_version(connection: duckdb.DuckDBPyConnection, path: PathLike) -> int | None:

@@ -4,27 +4,26 @@
     not worse     the whole interval lies at the limit or above it    exit status 0
     cannot tell   the limit lies inside the interval                  exit status 0
 
-With several checkpoints the intervals are widened (level 1 - 0.05 / number judged, Bonferroni), so that a
-gate over checkpoints that all are exactly at the limit is wrongly closed in at most 5 % of the cases,
-however many they are: half of that for one checkpoint, since an interval errs on two sides.
+With several checkpoints the intervals are widened by Holm's rule (`bounds.judged_together`): level 1 - 0.05 / number
+judged first, and less wide for the others once some are told. So a gate over checkpoints that all are exactly
+at the limit is wrongly closed in at most 5 % of the cases, however many they are: half of that for one
+checkpoint, since an interval errs on two sides. The interval shown is the one that decided.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from dflash_core.acceptance import statistics
-from dflash_core.acceptance.resampling import Contrast
-from dflash_core.acceptance.statistics import Interval, conversation_of
+from dflash_core.acceptance.bounds import DEFAULT_LEVEL, Bounds, Interval, judged_together
+from dflash_core.acceptance.resampling import TIE_TOLERANCE, Contrast
+from dflash_core.acceptance.statistics import conversation_of
 from dflash_core.errors import InputError
 from dflash_core.results.compare import Comparison, ComparisonRow, columns_of
-
-FALSE_ALARMS = 0.05
-MIN_FLAT_UNITS = 6
-"""So many prompts with one and the same difference are an answer without an interval: a sign test (2 x 2^-6)."""
 
 Verdict = Literal["worse", "not worse", "cannot tell"]
 
@@ -54,6 +53,8 @@ class Judgement:
     verdict: Verdict
     value: float
     """Difference to the baseline (relative where the limit is), or tau without one; NaN where not measured."""
+    level: float
+    """Of the interval that decided, by Holm's rule: 0.95 for a single checkpoint, more for one of many."""
     ci_low: float
     ci_high: float
     word: str | None
@@ -68,8 +69,6 @@ class GateResult:
     verdict: Verdict
     """Worse where any checkpoint is; else cannot tell where any cannot be told."""
     message: str
-    level: float
-    """Of the intervals, widened for the number of checkpoints judged."""
     judgements: tuple[Judgement, ...]
 
 
@@ -98,22 +97,20 @@ def gate(comparison: Comparison, limit: Limit) -> GateResult:
     _check(limit, comparison.baseline)
     rows = [row for row in comparison.rows if comparison.baseline is None or row.compared_with is not None]
     what = "tau" if comparison.baseline is None else f"difference to {comparison.baseline}"
-    level = 1 - FALSE_ALARMS / max(len(rows), 1)
-    judged = tuple(_judge(comparison, row, limit, level) for row in rows)
+    judged = _judged(comparison, rows, limit)
     unmeasured = next((one for one in judged if math.isnan(one.value)), None)
     if not judged or unmeasured is not None:
         missing = (
             f"the {what} of {unmeasured.label} was" if unmeasured else f"there is nothing to judge the {what} of: "
         )
         message = f"gate failed: {missing} not measured" if unmeasured else f"gate failed: {missing}name a checkpoint"
-        return GateResult(passed=False, verdict="cannot tell", message=message, level=level, judgements=judged)
+        return GateResult(passed=False, verdict="cannot tell", message=message, judgements=judged)
     verdict = _overall(judged)
     worst = min((one for one in judged if one.verdict == verdict), key=lambda one: one.value)
     return GateResult(
         passed=verdict != "worse",
         verdict=verdict,
-        message=_message(worst, what, limit, level, sum(one.verdict == verdict for one in judged), len(judged)),
-        level=level,
+        message=_message(worst, what, limit, sum(one.verdict == verdict for one in judged), len(judged)),
         judgements=judged,
     )
 
@@ -124,12 +121,12 @@ def as_json(result: GateResult) -> dict[str, Any]:
         {
             "checkpoint": one.label,
             "verdict": one.verdict,
-            **{name: _known(getattr(one, name)) for name in ("value", "ci_low", "ci_high")},
+            **{name: _known(getattr(one, name)) for name in ("value", "level", "ci_low", "ci_high")},
             "word": one.word,
         }
         for one in result.judgements
     ]
-    top = {name: getattr(result, name) for name in ("passed", "verdict", "message", "level")}
+    top = {name: getattr(result, name) for name in ("passed", "verdict", "message")}
     return {**top, "judgements": entries}
 
 
@@ -145,63 +142,78 @@ def _check(limit: Limit, baseline: str | None) -> None:
         )
 
 
-def _judge(comparison: Comparison, row: ComparisonRow, limit: Limit, level: float) -> Judgement:
-    if comparison.baseline is None:
-        value, interval = row.tau.tau_pooled, _tau_interval(row, level)
-        bounds = _flat_bounds(row, level) if interval.word == statistics.SAME_TAU else interval
-    else:
-        value, interval = _against_baseline(row, limit, level)
-        is_flat = interval.word in (statistics.SAME_COUNTS, statistics.SAME_DIFFERENCE)
-        is_known = is_flat and row.difference is not None and row.difference.num_units >= MIN_FLAT_UNITS
-        bounds = Interval(value, value) if is_known else interval
-    return Judgement(
-        label=row.label,
-        verdict=_verdict(bounds, limit.value),
-        value=value,
-        ci_low=interval.low,
-        ci_high=interval.high,
-        word=interval.word,
-    )
+def _judged(comparison: Comparison, rows: list[ComparisonRow], limit: Limit) -> tuple[Judgement, ...]:
+    """Judge all rows together; a row of which nothing was measured has no say in the level of the others."""
+    bounds = [_tau_bounds(row) if comparison.baseline is None else _difference_bounds(row, limit) for row in rows]
+    highest = comparison.conditions.highest_tau or math.inf
+    told = judged_together([None if math.isnan(one.value) else _is_told(one, limit, highest) for one in bounds])
+    judged = []
+    for row, one, found in zip(rows, bounds, told, strict=True):
+        level = DEFAULT_LEVEL if found is None else found.level
+        interval = one.interval(level)
+        if comparison.baseline is None:
+            interval = statistics.cut(interval, highest)
+        verdict = _verdict(one, limit, level, highest)
+        judged.append(
+            Judgement(
+                label=row.label,
+                verdict=verdict,
+                value=one.value,
+                level=level,
+                ci_low=interval.low,
+                ci_high=interval.high,
+                word=interval.word,
+            )
+        )
+    return tuple(judged)
 
 
-def _against_baseline(row: ComparisonRow, limit: Limit, level: float) -> tuple[float, Interval]:
-    (emitted_a, steps_a, emitted_b, steps_b), clusters = columns_of(row.counts_of_other, row.counts)
-    contrast = Contrast.RATIO if limit.is_relative else Contrast.DIFFERENCE
-    interval = statistics.contrast_interval(
-        emitted_a, steps_a, emitted_b, steps_b, contrast, clusters=clusters, level=level
-    )
-    if not limit.is_relative:
-        return (math.nan if row.difference is None else row.difference.difference), interval
-    return statistics.tau_pooled(emitted_b, steps_b) / statistics.tau_pooled(emitted_a, steps_a) - 1, interval
-
-
-def _tau_interval(row: ComparisonRow, level: float) -> Interval:
+def _tau_bounds(row: ComparisonRow) -> Bounds:
     counts = row.counts
-    return statistics.bootstrap_interval(
+    return statistics.tau_bounds(
         [found.num_emitted_tokens for found in counts.values()],
         [found.num_verification_steps for found in counts.values()],
         clusters=[conversation_of(prompt_id) for prompt_id in counts],
-        level=level,
     )
 
 
-def _flat_bounds(row: ComparisonRow, level: float) -> Interval:
+def _difference_bounds(row: ComparisonRow, limit: Limit) -> Bounds:
+    assert row.difference is not None
+    if not limit.is_relative:
+        return row.difference.bounds
+    (emitted_a, steps_a, emitted_b, steps_b), clusters = columns_of(row.counts_of_other, row.counts)
+    return statistics.contrast_bounds(emitted_a, steps_a, emitted_b, steps_b, Contrast.RATIO, clusters=clusters)
+
+
+def _is_told(bounds: Bounds, limit: Limit, highest: float) -> Callable[[float], bool]:
+    return lambda level: _verdict(bounds, limit, level, highest) != "cannot tell"
+
+
+def _verdict(bounds: Bounds, limit: Limit, level: float, highest: float) -> Verdict:
+    low, high, word = bounds.interval(level)
+    if word == statistics.SAME_TAU:
+        low, high, word = _flat_bounds(bounds, level, highest)
+    elif word in (statistics.SAME_COUNTS, statistics.SAME_DIFFERENCE) and _is_seen_often(bounds, level):
+        low = high = limit.value if abs(bounds.value - limit.value) < TIE_TOLERANCE else bounds.value
+    if high < limit.value:
+        return "worse"
+    return "not worse" if low >= limit.value else "cannot tell"
+
+
+def _is_seen_often(bounds: Bounds, level: float) -> bool:
+    """Tell whether so many prompts with one and the same value are an answer without an interval: a sign test."""
+    return bounds.p_value(math.inf) <= 1 - level
+
+
+def _flat_bounds(bounds: Bounds, level: float, highest: float) -> Interval:
     """Return bounds of tau where all N prompts have the same.
 
     Prompts of which none of N was seen are a share of at most 1 - ((1 - level) / 2)^(1 / N); they may have any
-    tau from 1 to the block size.
+    tau from 1 to the highest there is.
     """
-    num_units = len({conversation_of(prompt_id) for prompt_id in row.counts})
-    unseen = 1 - ((1 - level) / 2) ** (1 / num_units)
-    tau = row.tau.tau_pooled
-    highest = row.block_size or math.inf
+    unseen = 1 - ((1 - level) / 2) ** (1 / bounds.num_units)
+    tau = bounds.value
     return Interval(tau - unseen * (tau - statistics.LOWEST_TAU), tau + unseen * (highest - tau))
-
-
-def _verdict(bounds: Interval, limit: float) -> Verdict:
-    if bounds.high < limit:
-        return "worse"
-    return "not worse" if bounds.low >= limit else "cannot tell"
 
 
 def _overall(judged: tuple[Judgement, ...]) -> Verdict:
@@ -210,11 +222,11 @@ def _overall(judged: tuple[Judgement, ...]) -> Verdict:
     return next(verdict for verdict in order if verdict in verdicts)
 
 
-def _message(worst: Judgement, what: str, limit: Limit, level: float, num_alike: int, num_judged: int) -> str:
+def _message(worst: Judgement, what: str, limit: Limit, num_alike: int, num_judged: int) -> str:
     interval = (
         worst.word
         if math.isnan(worst.ci_low)
-        else f"{100 * level:.4g} % interval {limit.text(worst.ci_low)} to {limit.text(worst.ci_high)}"
+        else f"{100 * worst.level:.4g} % interval {limit.text(worst.ci_low)} to {limit.text(worst.ci_high)}"
     )
     number = f"the {what} of {worst.label}, {limit.text(worst.value)} ({interval}),"
     beside = "" if num_judged == 1 else f"; {num_alike} of {num_judged} checkpoints are judged so"

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import resources
+from typing import Any
 
 import duckdb
+
+from dflash_core.acceptance.statistics import bootstrap_interval, conversation_of
 
 _EVALUATIONS_2 = """
     evaluation_id VARCHAR PRIMARY KEY,
@@ -136,6 +139,28 @@ _KEPT_ACCEPTANCE_3 = """
             AS tau_prompt_mean_without_near_ties
     FROM kept_acceptance AS kept LEFT JOIN found USING (evaluation_id, slice, dataset)
 """
+# Per evaluation and slice the counts of its prompts; `acceptance` names the slices that there are.
+_COUNTS_OF_SLICES = """
+    WITH counted AS (
+        SELECT
+            evaluation_id, prompt_id, dataset, prompt_group, any_value(num_drafts) AS num_drafts,
+            CAST(sum(num_emitted_tokens) AS BIGINT) AS num_emitted, count(*) AS num_steps
+        FROM blocks JOIN evaluations USING (evaluation_id) JOIN prompts USING (transcripts_digest, prompt_id)
+        WHERE is_on_walk GROUP BY ALL
+    ),
+    sliced AS (
+        SELECT *, 'all' AS slice, 'all' AS name FROM counted
+        UNION ALL SELECT *, 'dataset', dataset FROM counted
+        UNION ALL SELECT *, 'group', prompt_group FROM counted WHERE prompt_group IS NOT NULL
+    )
+    SELECT
+        evaluation_id, slice, name, any_value(num_drafts),
+        list(prompt_id ORDER BY prompt_id), list(num_emitted ORDER BY prompt_id), list(num_steps ORDER BY prompt_id)
+    FROM sliced GROUP BY ALL
+"""
+_SET_INTERVAL = """
+    UPDATE acceptance SET ci_low = ?, ci_high = ? WHERE evaluation_id = ? AND slice = ? AND dataset = ?
+"""
 _COLUMNS = """
     SELECT column_name, data_type FROM duckdb_columns()
     WHERE database_name = current_database() AND table_name = ? ORDER BY column_index
@@ -170,7 +195,23 @@ def _add_extras(connection: duckdb.DuckDBPyConnection) -> None:
     """From 2 to 3: drafts of a whole block, both taus without near-ties, and tables of extras."""
     _declare_anew(connection, "evaluations", _EVALUATIONS_3, kept_rows=_KEPT_EVALUATIONS_3)
     _declare_anew(connection, "acceptance", _ACCEPTANCE_3, kept_rows=_KEPT_ACCEPTANCE_3)
-    connection.execute(resources.files("dflash_core.results").joinpath("to_version_3.sql").read_text(encoding="utf-8"))
+    connection.execute(_text("to_version_3.sql"))
+
+
+def _name_conditions(connection: duckdb.DuckDBPyConnection) -> None:
+    """From 3 to 4: views tell all conditions apart; intervals of before version 3 are made anew, as all others are."""
+    connection.execute(_text("to_version_4.sql"))
+    for evaluation_id, kind, name, num_drafts, prompt_ids, emitted, steps in connection.execute(
+        _COUNTS_OF_SLICES
+    ).fetchall():
+        clusters = [conversation_of(prompt_id) for prompt_id in prompt_ids]
+        interval = bootstrap_interval(emitted, steps, clusters=clusters, highest=num_drafts + 1)
+        ends: list[Any] = [None if interval.word else end for end in interval[:2]]
+        connection.execute(_SET_INTERVAL, [*ends, evaluation_id, kind, name])
+
+
+def _text(name: str) -> str:
+    return resources.files("dflash_core.results").joinpath(name).read_text(encoding="utf-8")
 
 
 def _declare_anew(
@@ -203,7 +244,11 @@ def _escaped(name: str) -> str:
     return name.replace('"', '""')
 
 
-MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (_add_status_vanished, _add_extras)
+MIGRATIONS: tuple[Callable[[duckdb.DuckDBPyConnection], None], ...] = (
+    _add_status_vanished,
+    _add_extras,
+    _name_conditions,
+)
 """The step from version 1 to 2, from 2 to 3, and so on."""
 
 SCHEMA_VERSION = 1 + len(MIGRATIONS)

@@ -23,30 +23,53 @@ class Conditions(NamedTuple):
     """What two evaluations must share before their taus may be compared."""
 
     target: str
+    target_identity: str | None
+    """Digest of what its files hold; None in rows of old."""
     transcripts_digest: str | None
     block_size: int | None
     dtype: str | None
     target_dtype: str | None
+    store_dtype: str | None
+    """In which dtype the target's hidden states were handed to the drafter."""
     thinking: bool | None
     chat_template_digest: str | None
     verification_rule: str | None
     counting_rule: str | None
     row_alignment: str | None
     metrics_version: str | None
+    extraction_version: str | None
+
+    @property
+    def highest_tau(self) -> int | None:
+        """What tau cannot pass: the block size, and one more where the anchor's own row drafts, too."""
+        if self.block_size is None:
+            return None
+        return self.block_size + (self.row_alignment or "").startswith("anchor-shifted")
 
 
+CONDITIONS_SQL = ", ".join(
+    {
+        "target_identity": "evaluations.spec ->> '$.target_identity' AS target_identity",
+        "store_dtype": "evaluations.spec ->> '$.store_dtype' AS store_dtype",
+    }.get(name, f"evaluations.{name}")
+    for name in Conditions._fields
+)
+"""All conditions as columns of a SELECT from `evaluations`, in files of any version."""
 CONDITION_NAMES = {
     "target": "target",
+    "target_identity": "content of the target",
     "transcripts_digest": "transcripts",
     "block_size": "block size",
     "dtype": "dtype of the drafter",
     "target_dtype": "dtype of the target",
+    "store_dtype": "dtype of the stored hidden states",
     "thinking": "thinking",
     "chat_template_digest": "chat template",
     "verification_rule": "verification rule",
     "counting_rule": "counting rule",
     "row_alignment": "row alignment",
     "metrics_version": "metrics version",
+    "extraction_version": "extraction version",
 }
 SPECIAL = ("best", "latest")
 """Selectors that stand for a checkpoint by what it is, alone or as `run:best`."""
@@ -146,7 +169,13 @@ def select(
 def describe_difference(a: Candidate, b: Candidate) -> str:
     """Return in words in which conditions two evaluations differ."""
     pairs = zip(Conditions._fields, a.conditions, b.conditions, strict=True)
-    return ", ".join(f"{CONDITION_NAMES[name]} {here!r} and {there!r}" for name, here, there in pairs if here != there)
+    return ", ".join(
+        f"{CONDITION_NAMES[name]} {_shown(here)} and {_shown(there)}" for name, here, there in pairs if here != there
+    )
+
+
+def _shown(value: object) -> str:
+    return "not recorded" if value is None else repr(value)
 
 
 def find(candidates: Sequence[Candidate], selector: str, wanted: Wanted) -> list[Candidate]:

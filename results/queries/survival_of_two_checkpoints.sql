@@ -4,9 +4,7 @@ WITH curve AS (
     SELECT *
     FROM learning_curve
     WHERE slice = 'all' AND is_newest_of_step
-        AND (target, transcripts_digest, block_size) = (
-            SELECT (target, transcripts_digest, block_size) FROM learning_curve ORDER BY started_at DESC LIMIT 1
-        )
+        AND conditions = (SELECT conditions FROM learning_curve ORDER BY started_at DESC, evaluation_id LIMIT 1)
 ),
 chosen AS (
     SELECT

@@ -8,9 +8,7 @@ JOIN (SELECT transcripts_digest, prompt_id, prompt_text FROM prompts) AS texts U
 WHERE evaluation_id = (
     SELECT evaluation_id
     FROM leaderboard
-    WHERE (target, transcripts_digest, block_size) = (
-        SELECT (target, transcripts_digest, block_size) FROM leaderboard ORDER BY started_at DESC LIMIT 1
-    )
+    WHERE conditions = (SELECT conditions FROM leaderboard ORDER BY started_at DESC, evaluation_id LIMIT 1)
     ORDER BY tau_pooled DESC NULLS LAST LIMIT 1
 )
 ORDER BY tau, prompt_id

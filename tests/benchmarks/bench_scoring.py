@@ -23,6 +23,7 @@ from transformers import Qwen3Config
 
 from dflash_core import evaluation, stages
 from dflash_core.config import Config
+from dflash_core.drafter_reading import read_drafter
 from dflash_core.store import Store
 from dflash_core.target import transcripts as written
 from dflash_core.target.runtime import load_model
@@ -97,7 +98,7 @@ def _further_checkpoint(config: Config, checkpoint: Path) -> tuple[dict[str, lis
     clock = [time.perf_counter()]
     inspection = evaluation.inspect(str(checkpoint), config)
     plan = stages.plan_target(config)
-    spec = evaluation.read_spec(inspection, config, plan.target.config)
+    spec = read_drafter(inspection, config, plan.target.config)
     clock.append(time.perf_counter())
     key = stages.drafter_key(inspection, config)
     streamed = stages.stream_drafter(str(checkpoint), config, inspection.ref.identity, key)

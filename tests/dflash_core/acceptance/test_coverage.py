@@ -49,7 +49,7 @@ def test_the_interval_of_a_paired_difference_holds_the_truth(contrast, num_promp
     num_held = 0
     for trial in range(NUM_TRIALS):
         counts = pair_of(generator, num_prompts, gain=-0.04)
-        interval = statistics.contrast_interval(*counts, contrast, num_resamples=600, seed=trial % 20)
+        interval = statistics.contrast_bounds(*counts, contrast, num_resamples=600, seed=trial % 20).interval()
         num_held += interval.low <= truth <= interval.high
     assert 0.93 <= num_held / NUM_TRIALS <= 0.97
 

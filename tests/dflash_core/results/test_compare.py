@@ -7,6 +7,7 @@ import math
 import pytest
 
 from dflash_core.acceptance.statistics import paired_difference
+from dflash_core.drafter.spec import ROW_ALIGNMENTS
 from dflash_core.errors import InputError, NoResults
 from dflash_core.results.compare import compare, url_of
 from dflash_core.results.database import read_evaluation, write_evaluation
@@ -139,6 +140,9 @@ def changed(name, value, words):
         pytest.param(*changed("counting_rule", "bonus not counted", "counting rule 'bonus counted.* and 'bonus not")),
         pytest.param(*changed("row_alignment", "shifted", "row alignment 'same position' and 'shifted'")),
         pytest.param(*changed("metrics_version", 2, "metrics version '1' and '2'")),
+        pytest.param(*changed("extraction_version", 2, "extraction version '1' and '2'")),
+        pytest.param(*changed("target_identity", "5a", "content of the target not recorded and '5a'")),
+        pytest.param(*changed("store_dtype", "bfloat16", "dtype of the stored hidden states not recorded and 'bf")),
     ],
 )
 def test_evaluations_under_other_conditions_are_refused_by_name_or_left_out(tmp_path, changes, words):
@@ -178,7 +182,8 @@ def test_prompts_that_only_one_has_do_not_count_in_the_difference(tmp_path):
 
 def test_every_condition_that_is_compared_is_one_of_the_refusals_above():
     tried = {"target", "transcripts_digest", "block_size", "dtype", "target_dtype", "thinking", "chat_template_digest"}
-    tried |= {"verification_rule", "counting_rule", "row_alignment", "metrics_version"}
+    tried |= {"verification_rule", "counting_rule", "row_alignment", "metrics_version", "extraction_version"}
+    tried |= {"target_identity", "store_dtype"}
     assert set(Conditions._fields) == tried
 
 
@@ -292,3 +297,13 @@ def test_a_missing_database_and_one_without_a_finished_evaluation_say_what_to_do
     write_evaluation(tmp_path / "failed.duckdb", make_failed())
     with pytest.raises(InputError, match="run `dflash-eval evaluate` first"):
         compare(tmp_path / "failed.duckdb")
+
+
+def test_the_interval_of_an_anchor_shifted_drafter_is_not_cut_at_its_block_size(tmp_path):
+    """Its block of 4 slots drafts 4 tokens: a step emits up to 5."""
+    spec = make_record().spec | {"row_alignment": ROW_ALIGNMENTS["anchor_shifted"]}
+    record = make_record("e", quality=1.25, block_size=5, prompts=make_prompts(20), spec=spec, num_drafts=4)
+    write_evaluation(tmp_path / "db", dataclasses.replace(record, block_size=4))
+    (row,) = compare(tmp_path / "db").rows
+    for tau in (row.tau, *row.taus_by("dataset").values()):
+        assert 4 < tau.tau_pooled < tau.ci_high <= 5

@@ -1,5 +1,7 @@
 """Several processes at one database at once; one of them may die."""
 
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -14,35 +16,10 @@ from dflash_core.errors import ResultsError
 from dflash_core.results.connection import reading
 from dflash_core.results.database import has_evaluation, read_evaluation, write_evaluation
 from dflash_core.results.query import run_query
+from dflash_core.results.turns import turn
 from tests.dflash_core.results.builders import make_prompts, make_record
 
 ROOT = Path(__file__).parents[3]
-WRITER = """
-import sys, time
-from dflash_core.results.database import write_evaluation
-from tests.dflash_core.results.builders import make_record
-path, name, start = sys.argv[1], sys.argv[2], float(sys.argv[3])
-records = [make_record(f"{name}-{i % 4}", step=100 * (i % 4), seed=i % 4) for i in range(8)]
-time.sleep(max(0.0, start - time.time()))
-for record in records:
-    write_evaluation(path, record, wait_s=60)
-"""
-READER = """
-import sys, time
-from dflash_core.results.query import run_query
-from dflash_core.errors import NoResults
-path, start = sys.argv[1], float(sys.argv[2])
-time.sleep(max(0.0, start - time.time()))
-sql = '''SELECT evaluation_id, count(*) FILTER (is_on_walk) AS n, any_value(num_verification_steps) AS said
-FROM blocks JOIN acceptance USING (evaluation_id) WHERE slice = 'all' GROUP BY ALL'''
-for _ in range(15):
-    try:
-        rows = run_query(path, sql, wait_s=60).rows()
-    except NoResults:
-        rows = []
-    assert all(n == said for _, n, said in rows), rows
-    time.sleep(0.02)
-"""
 HOLDER = """
 import sys, time
 import duckdb
@@ -97,25 +74,110 @@ def holder(path):
         process.communicate()
 
 
-def test_writers_and_readers_at_once_lose_and_double_nothing(path):
-    # All start together on a database that does not exist yet, so that they race to create it too.
-    together = time.time() + 3.0
-    processes = [start(WRITER, path, name, together) for name in ("a", "b")] + [start(READER, path, together)]
-    for process in processes:
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == 0, errors
-    expected = {f"{name}-{i}": make_record(f"{name}-{i}", seed=i).blocks.height for name in "ab" for i in range(4)}
+def crowd(role, path, name, number, together):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.benchmarks.crowd", role, str(path), name, str(number), str(together)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"},
+    )
+
+
+def answer(process):
+    out, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    return json.loads(out)
+
+
+def test_eight_writers_and_two_readers_at_once_lose_and_double_nothing_and_all_get_their_turn(path):
+    """All start together on a database that does not exist yet, so that they race to create it too.
+
+    `tests/benchmarks/bench_results.py` does the same with 50 evaluations each, and prints the waits.
+    """
+    together, number = time.time() + 4.0, 4
+    writers = [crowd("write", path, f"w{place}", number, together) for place in range(8)]
+    readers = [crowd("read", path, f"r{place}", 3, together) for place in range(2)]
+    written = [answer(process) for process in writers]
+    Path(f"{path}.done").touch()
+    read = [answer(process) for process in readers]
+    assert {one["number"] for one in written} == {number + 1}, "one of each was written twice"
+    # In turn, nobody is passed over: no wait is much longer than that of the others.
+    assert max(one["longest"] for one in written) < 10 * max(one["mean"] for one in written)
+    assert min(one["number"] for one in read) >= 3
+    num_blocks = make_record(prompts=make_prompts(3), seed=2).blocks.height
+    expected = {f"w{place}-{i}": num_blocks for place in range(8) for i in range(number)}
     counts = run_query(path, "SELECT evaluation_id, count(*) FROM blocks GROUP BY ALL").rows()
     assert dict(counts) == expected
-    assert len(counts) == 8
-    for table, number in {
-        "evaluations": 8,
-        "acceptance": 8 * 6,
-        "survival": 8 * 6 * 3,
-        "prompts": 9,
+    assert len(counts) == len(expected) == 32
+    for table, rows in {
+        "evaluations": 32,
+        "acceptance": 32 * 6,
+        "survival": 32 * 6 * 3,
+        "prompts": 3,
         "meta": 1,
     }.items():
-        assert run_query(path, f"SELECT count(*) AS n FROM {table}")["n"][0] == number
+        assert run_query(path, f"SELECT count(*) AS n FROM {table}")["n"][0] == rows
+
+
+def test_everybody_who_waits_gets_a_turn_and_one_who_gives_up_goes_on_without(tmp_path):
+    """Four come one after the other while the queue is held; the third waits for a moment only."""
+    path, order, threads = tmp_path / "db", [], []
+
+    def come(name, wait_s):
+        with turn(path, deadline=time.monotonic() + wait_s):
+            order.append(name)
+
+    with turn(path, deadline=time.monotonic() + 60):
+        for name, wait_s in (("first", 60), ("second", 60), ("impatient", 0.05), ("third", 60)):
+            thread = threading.Thread(target=come, args=(name, wait_s))
+            thread.start()
+            threads.append(thread)
+            wait_until(lambda: waiting_in_kernel() >= len(threads))
+        threads[2].join(timeout=30)
+        assert order == ["impatient"], "it goes on without a turn, and whoever holds the database keeps it out"
+    for thread in threads:
+        thread.join(timeout=30)
+    assert sorted(order[1:]) == ["first", "second", "third"]
+    wait_until(lambda: waiting_in_kernel() == 0)
+    with turn(path, deadline=time.monotonic()):
+        pass
+
+
+def waiting_in_kernel():
+    return sum(thread.name == "results-queue" for thread in threading.enumerate())
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_process_that_dies_at_the_front_of_the_queue_lets_the_next_one_come(path):
+    write_evaluation(path, make_record())
+    script = (
+        "import sys, time; from dflash_core.results.turns import turn\n"
+        "with turn(sys.argv[1], deadline=time.monotonic()): print('front', flush=True); time.sleep(60)"
+    )
+    process = start(script, path)
+    assert process.stdout.readline() == "front\n"
+    assert not is_free(path)
+    process.kill()
+    process.communicate()
+    assert is_free(path)
+    assert has_evaluation(path, "eval-a")
+
+
+def is_free(path):
+    with open(f"{path}.queue", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def test_a_reader_and_a_writer_wait_for_a_held_database(path, holder):

@@ -12,6 +12,7 @@ import pytest
 from dflash_core.errors import NoResults, ResultsError
 from dflash_core.results.connection import reading, writing
 from dflash_core.results.database import has_evaluation, read_evaluation, write_evaluation, write_hosts
+from dflash_core.results.migrations import SCHEMA_VERSION
 from tests.dflash_core.results.builders import make_checkpoint, make_failed, make_prompts, make_record
 
 TABLES = ("checkpoints", "evaluations", "prompts", "blocks", "acceptance", "survival", "hosts")
@@ -240,7 +241,8 @@ def test_a_database_of_a_newer_version_is_refused_in_one_line(path):
     with writing(path) as connection:
         connection.execute("UPDATE meta SET schema_version = 99")
     for act in (lambda: write_evaluation(path, make_record()), lambda: read_evaluation(path, "eval-a")):
-        with pytest.raises(ResultsError, match="schema version 99, this program knows 3: upgrade") as caught:
+        words = f"schema version 99, this program knows {SCHEMA_VERSION}: upgrade"
+        with pytest.raises(ResultsError, match=words) as caught:
             act()
         assert "\n" not in str(caught.value)
 

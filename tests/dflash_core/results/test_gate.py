@@ -7,10 +7,12 @@ import math
 import numpy as np
 import pytest
 
+from dflash_core.drafter.spec import ROW_ALIGNMENTS
 from dflash_core.errors import InputError
 from dflash_core.results.compare import Comparison, ComparisonRow, Counts, Tau, compare, paired
 from dflash_core.results.database import write_evaluation
 from dflash_core.results.gate import Limit, as_json, gate, parse_limit
+from dflash_core.results.selection import Conditions
 from tests.dflash_core.acceptance.simulated import prompt_set, walk
 from tests.dflash_core.results.builders import make_prompts, make_record
 
@@ -38,14 +40,15 @@ def table_of(*walks):
     )  # fmt: skip
     rows = [
         ComparisonRow(
-            evaluation_id=name, label=name, run="r", step=None, url="", tau=nothing, p_adjusted=math.nan,
+            evaluation_id=name, label=name, run="r", step=None, url="", tau=nothing, verdict=None,
             compared_with="e0" if place else None, difference=paired(counts["e0"], found) if place else None,
-            num_prompts_needed=None, counts=found, counts_of_other=counts["e0"] if place else {}, block_size=8,
+            num_prompts_needed=None, counts=found, counts_of_other=counts["e0"] if place else {}, highest_tau=8,
         )
         for place, (name, found) in enumerate(counts.items())
     ]  # fmt: skip
+    conditions = Conditions(**dict.fromkeys(Conditions._fields) | {"block_size": 8})
     return Comparison(
-        rows=tuple(rows), conditions=None, baseline="e0", not_told_from_best=(), wanted_difference=0.1, notes=()
+        rows=tuple(rows), conditions=conditions, baseline="e0", not_told_from_best=(), wanted_difference=0.1, notes=()
     )  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def test_a_clear_loss_is_worse_and_a_clear_gain_is_not(path):
     assert (worse.passed, worse.verdict) == (False, "worse")
     assert worse.message.startswith("gate failed, worse: the difference to run-a:10000 of run-a:900, -")
     assert worse.message.endswith(" is below -0.05")
-    assert worse.level == 0.95
+    assert worse.judgements[0].level == 0.95
     better = gate(compare(path, ["10000"], "900"), Limit(0.0))
     assert (better.passed, better.verdict) == (True, "not worse")
     assert "\n" not in worse.message + better.message
@@ -80,7 +83,7 @@ def test_a_loss_below_the_limit_by_its_value_alone_does_not_close_the_gate(path)
 def test_several_checkpoints_are_judged_together_with_wider_intervals(path):
     found = compare(path, [], "900")
     result = gate(found, Limit(-0.5))
-    assert result.level == pytest.approx(0.975)
+    assert [one.level for one in result.judgements] == pytest.approx([0.975, 0.975]), "both are told at once"
     assert [one.label for one in result.judgements] == ["run-a:1000", "run-a:10000"]
     alone = gate(compare(path, ["1000"], "900"), Limit(-0.5)).judgements[0]
     assert result.judgements[0].ci_low < alone.ci_low
@@ -157,10 +160,28 @@ def test_a_drafter_of_which_nothing_was_ever_accepted_is_below_a_limit_that_no_u
     assert gate(found, Limit(1.0)).verdict == "not worse"
 
 
+@pytest.mark.parametrize("quality", [5.0, 1.2])
+def test_an_anchor_shifted_drafter_may_pass_its_block_size(tmp_path, quality):
+    """Its block of 4 slots drafts 4 tokens, so that a step emits up to 5."""
+    spec = make_record().spec | {"row_alignment": ROW_ALIGNMENTS["anchor_shifted"]}
+    prompts = tuple(dataclasses.replace(prompt, num_response_tokens=46) for prompt in make_prompts(12))
+    record = make_record("eval-1", quality=quality, block_size=5, prompts=prompts, spec=spec, num_drafts=4)
+    write_evaluation(tmp_path / "db", dataclasses.replace(record, block_size=4))
+    found = compare(tmp_path / "db")
+    tau = found.rows[0].tau.tau_pooled
+    assert tau > 4
+    (judgement,) = gate(found, Limit(4.9)).judgements
+    assert judgement.verdict == "cannot tell"
+    if tau == 5:
+        assert judgement.word == "no interval: every prompt has the same tau"
+    else:
+        assert judgement.ci_low < tau < judgement.ci_high <= 5
+
+
 def test_the_answer_is_json(path):
     values = json.loads(json.dumps(as_json(gate(compare(path, [], "900"), Limit(0.0))), allow_nan=False))
     assert values["verdict"] in ("worse", "not worse", "cannot tell")
-    assert set(values["judgements"][0]) == {"checkpoint", "verdict", "value", "ci_low", "ci_high", "word"}
+    assert set(values["judgements"][0]) == {"checkpoint", "verdict", "value", "level", "ci_low", "ci_high", "word"}
 
 
 @pytest.mark.parametrize(

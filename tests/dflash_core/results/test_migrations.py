@@ -21,15 +21,17 @@ from dflash_core.results.database import has_evaluation, read_evaluation, write_
 from dflash_core.results.migrations import SCHEMA_VERSION
 from dflash_core.results.query import run_query
 from dflash_core.results.report import write_report
-from tests.dflash_core.results.builders import make_failed, make_record
+from tests.dflash_core.results.builders import make_failed, make_prompts, make_record
 
 ROOT = Path(__file__).parents[3]
 SCHEMAS = {
-    version: Path(__file__).with_name(f"schema_v{version}.sql").read_text(encoding="utf-8") for version in (1, 2)
+    version: Path(__file__).with_name(f"schema_v{version}.sql").read_text(encoding="utf-8") for version in (1, 2, 3)
 }
 QUERIES = sorted((ROOT / "results" / "queries").glob("*.sql"))
 OF_EXTRAS = {"recall_by_position", "sampled_acceptance", "which_block_size_pays", "which_tree_budget_pays"}
 """Queries on tables that version 3 brought."""
+FOR_ALL_VERSIONS = {"near_tie_share", "not_scored", "paired_differences", "cost_per_checkpoint"}
+"""Queries that do without the column `conditions`, which version 4 brought."""
 TABLES = ("checkpoints", "evaluations", "prompts", "blocks", "acceptance", "survival", "hosts")
 VIEWS = ("prompt_acceptance", "leaderboard", "learning_curve", "paired")
 NOW = datetime(2026, 3, 2, 8, 30, tzinfo=UTC)
@@ -80,6 +82,8 @@ def original(tmp_path_factory, version):
     tied = make_record("eval-all-tied", run="third", seed=5)
     blocks = tied.blocks.with_columns(is_near_tie=polars.col("is_near_tie") | polars.col("prompt_id").ne("prompt-2"))
     write_evaluation(source, dataclasses.replace(tied, blocks=blocks))
+    one_prompt = make_record("eval-of-one-prompt", run="fourth", prompts=make_prompts(1), transcripts_digest="one")
+    write_evaluation(source, one_prompt)
     write_evaluation(source, make_failed("eval-broken", step=400))
     host = {"name": "box", "url": "ssh://me@box", "status": "ok", "problem": None, "probed_at": NOW, "facts": {"n": 1}}
     write_hosts(source, [host])
@@ -167,6 +171,33 @@ def test_new_columns_hold_what_a_new_file_would_hold(path, original):
     assert {row["num_emitted_without_near_ties"] for row in unknown} == {None}
 
 
+def test_ready_made_queries_run_on_an_old_file_or_say_what_brings_it_up_to_date(path, version):
+    assert {query.stem for query in QUERIES} >= FOR_ALL_VERSIONS | OF_EXTRAS
+    for query in QUERIES:
+        text = query.read_text(encoding="utf-8")
+        if query.stem in FOR_ALL_VERSIONS or (version == 3 and query.stem in OF_EXTRAS):
+            run_query(path, text)
+        else:
+            with pytest.raises(QueryError, match="the next `dflash-eval evaluate` brings it up to date"):
+                run_query(path, text)
+    with writing(path):
+        pass
+    for query in QUERIES:
+        run_query(path, query.read_text(encoding="utf-8"))
+
+
+def test_percentile_intervals_of_old_are_made_anew_and_missing_ones_stay_missing(path, original):
+    with duckdb.connect(str(path)) as connection:
+        connection.execute("UPDATE acceptance SET ci_low = 1.25, ci_high = 1.5 WHERE ci_low IS NOT NULL")
+    with writing(path):
+        pass
+    statement = "SELECT evaluation_id, slice, dataset, ci_low, ci_high FROM acceptance ORDER BY ALL"
+    found = run_query(path, statement).rows()
+    assert found == run_query(original.with_name("present.duckdb"), statement).rows()
+    assert (1.25, 1.5) not in {row[3:] for row in found}
+    assert (None, None) in {row[3:] for row in found}
+
+
 def test_what_the_first_version_refused_can_be_written(path, version):
     before, _ = contents(path)
     if version == 1:
@@ -211,18 +242,18 @@ def test_the_write_that_migrates_may_replace_an_old_row(path):
     assert has_evaluation(path, "eval-broken")
 
 
-def test_an_old_file_is_read_as_it_is(path, tmp_path):
+def test_an_old_file_is_read_as_it_is(path, version, tmp_path):
     before = digest(path)
     assert has_evaluation(path, "eval-0")
     found = read_evaluation(path, "eval-1", blocks=True)
     assert found["walks"]
     assert "extras" not in found
     assert found["datasets"]["all"]["tau_without_near_ties"] is not None
-    assert found["datasets"]["all"]["tau_prompt_mean_without_near_ties"] is None
-    expected = ["other:100", "published", "run-a:0", "run-a:100", "run-a:200", "third:100"]
-    assert [row.label for row in compare(path).rows] == expected
-    assert run_query(path, "FROM leaderboard").height == 6
-    queries = [query for query in QUERIES if query.stem not in OF_EXTRAS]
+    assert (found["datasets"]["all"]["tau_prompt_mean_without_near_ties"] is None) == (version < 3)
+    expected = ["published", "other:100", "run-a:0", "run-a:100", "run-a:200", "third:100"]
+    assert [row.label for row in compare(path, [], "published").rows] == expected
+    assert run_query(path, "FROM leaderboard").height == 7
+    queries = [query for query in QUERIES if query.stem in FOR_ALL_VERSIONS]
     answers = {query.stem: run_query(path, query.read_text(encoding="utf-8")).rows() for query in queries}
     page = write_report(path, tmp_path / "old.html", now=NOW).read_text(encoding="utf-8")
     assert digest(path) == before
@@ -234,7 +265,10 @@ def test_an_old_file_is_read_as_it_is(path, tmp_path):
 
 def test_a_query_on_what_an_old_file_lacks_says_so(path, version):
     words = f"schema version {version} and not yet all of version {SCHEMA_VERSION}: the next `dflash-eval evaluate`"
-    for statement in ("FROM trees", "SELECT tau_prompt_mean_without_near_ties FROM leaderboard"):
+    lacking = ["SELECT conditions FROM leaderboard"]
+    if version < 3:
+        lacking += ["FROM trees", "SELECT tau_prompt_mean_without_near_ties FROM leaderboard"]
+    for statement in lacking:
         with pytest.raises(QueryError, match=words) as caught:
             run_query(path, statement)
         assert "\n" not in str(caught.value)
@@ -278,6 +312,7 @@ def test_what_a_person_added_to_the_file_stays(path):
         indexes = connection.execute("SELECT index_name FROM duckdb_indexes() WHERE sql IS NOT NULL").fetchall()
         assert (notes, indexes) == ([(["mine"],)], [("by_target",)])
         assert connection.execute("FROM mine ORDER BY run").fetchall() == [
+            ("fourth", 1),
             ("other", 1),
             ("published", 1),
             ("run-a", 3),
@@ -290,12 +325,16 @@ def test_what_a_person_added_to_the_file_stays(path):
 
 def test_a_file_that_cannot_be_migrated_is_left_as_it_is_and_can_be_read(path, version):
     with duckdb.connect(str(path)) as connection:
-        connection.execute("CREATE TABLE remarks (evaluation_id VARCHAR REFERENCES evaluations, remark VARCHAR)")
+        if version < 3:
+            connection.execute("CREATE TABLE remarks (evaluation_id VARCHAR REFERENCES evaluations, remark VARCHAR)")
+        else:
+            connection.execute("CREATE TABLE kept AS FROM leaderboard; DROP VIEW leaderboard")
+            connection.execute("CREATE TABLE leaderboard AS FROM kept")
     before = contents(path)
     with pytest.raises(
         ResultsError,
         match=f"from schema version {version} to {version + 1} and was left as it is: "
-        ".*key table of the table .remarks.*: put that right",
+        ".*(key table of the table .remarks|leaderboard. is of type Table).*: put that right",
     ) as caught:
         write_evaluation(path, make_record("eval-new", step=700))
     assert "\n" not in str(caught.value)

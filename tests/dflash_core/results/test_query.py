@@ -94,6 +94,31 @@ def test_a_query_that_does_not_run_is_one_line(path, sql, words):
         "PRAGMA enable_profiling = 'json'",
         "INSTALL httpfs",
         "LOAD httpfs",
+        "PRAGMA import_database('{file}')",
+        "PRAGMA force_checkpoint",
+        "SET VARIABLE x = 1",
+        "CALL enable_logging(storage = 'file', storage_path = '{other}')",
+        "FROM enable_logging(storage = 'file', storage_path = '{other}')",
+        "SELECT getenv('HOME')",
+        "FROM read_csv('{file}')",
+        "FROM read_json('{file}')",
+        "FROM read_blob('{file}')",
+        "FROM sniff_csv('{file}')",
+        "FROM 'https://127.0.0.1:9/file.csv'",
+        "FROM sqlite_scan('{file}', 't')",
+        "SUMMARIZE '{file}'",
+        "DETACH acceptance",
+        "USE memory",
+        "CREATE SECRET (TYPE s3)",
+        "FROM duckdb_secrets()",
+        "PREPARE p AS DELETE FROM blocks",
+        "WITH gone AS (DELETE FROM blocks RETURNING *) FROM gone",
+        "FROM query('DROP TABLE blocks')",
+        "SELECT 1; DROP TABLE blocks",
+        "TRUNCATE blocks",
+        "VACUUM",
+        "COMMENT ON TABLE blocks IS 'x'",
+        "MERGE INTO meta USING (SELECT 1) ON false WHEN NOT MATCHED THEN INSERT VALUES (9)",
     ],
 )
 def test_nothing_but_this_database_can_be_read_and_nothing_written(path, tmp_path, sql):
@@ -103,6 +128,15 @@ def test_nothing_but_this_database_can_be_read_and_nothing_written(path, tmp_pat
         run_query(path, sql.format(other=tmp_path / "other", file=tmp_path / "file.csv"))
     assert path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["file.csv"]
+
+
+def test_no_extension_is_fetched_or_loaded_on_the_way(path):
+    names = "autoinstall_known_extensions", "autoload_known_extensions"
+    row = run_query(path, "SELECT " + ", ".join(f"current_setting('{name}') AS {name}" for name in names)).row(0)
+    assert row == (False, False)
+    with pytest.raises(QueryError, match="sqlite_scan") as caught:
+        run_query(path, "FROM sqlite_scan('x', 't')")
+    assert "download" not in str(caught.value)
 
 
 def test_what_does_not_fit_into_memory_is_an_error_and_no_file_beside_the_database(path, monkeypatch):
