@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,12 @@ from dflash_core.drafter import scoring
 from dflash_core.drafter.device import place_drafter
 from dflash_core.drafter.head import Head
 from dflash_core.drafter.model import Drafter
+from dflash_core.drafter_reading import read_drafter
+from dflash_core.drafter_run import load_drafter
 from dflash_core.errors import InputError
 from dflash_core.store_opening import store_of
 from dflash_core.target import transcripts as written
+from dflash_core.target.runtime import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +38,15 @@ class DraftedBlock:
     bonus: str | None
     """The target's own token after the accepted ones; None where the transcript ends before it."""
     confidences: tuple[float, ...] = ()
-    """Chance of acceptance that DSpark's confidence head gives each draft; empty where the drafter has none."""
+    """What DSpark's confidence head says of each draft; empty where the drafter has none. It was trained to say the
+    chance that the token is accepted when drafter and target draw at temperature 1, all before it being accepted."""
     odds: Odds | None = None
     """The drafter's own probabilities of its drafts, and of the target's token at the first miss."""
+
+    @property
+    def expected_tokens(self) -> float:
+        """Return the tokens that the confidences promise: 1, and for each draft the product of those up to it."""
+        return 1.0 + sum(itertools.accumulate(self.confidences, operator.mul))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,50 +59,74 @@ class DraftedPrompt:
     blocks: tuple[DraftedBlock, ...]
 
 
-@torch.inference_mode()
+class Redrafter:
+    """An evaluated checkpoint, loaded once, that drafts prompts again and keeps the tokens."""
+
+    def __init__(self, config: Config, checkpoint: str) -> None:
+        """Load the drafter and find what the target left in the store.
+
+        Args:
+            config: what names transcripts and hidden states.
+            checkpoint: a checkpoint that was evaluated under this configuration.
+
+        Raises:
+            InputError: it was not evaluated yet.
+        """
+        inspection = evaluation.inspect(checkpoint, config)
+        self._plan = stages.plan_target(config)
+        store = store_of(config)
+        texts = store.find(written.KIND, self._plan.transcripts_key)
+        weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection, config))
+        states, spec = None, None
+        if texts is not None and weights is not None:
+            spec = read_drafter(inspection, config, self._plan.target.config)
+            states = stages.find_states(config, self._plan, texts.meta["digest"], spec.target_layer_ids)
+        if texts is None or weights is None or states is None or spec is None:
+            raise InputError(
+                f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}"
+            )
+        self._states, self._spec = states, spec
+        self._transcripts = written.read_transcripts(texts)
+        placement = place_drafter(config.device, spec)
+        self._drafter, self._head = load_drafter(
+            self._plan, weights, spec, device=torch.device(placement.device), dtype=DTYPES[placement.dtype]
+        )
+        self._tokenizer = written.load_tokenizer(self._plan.target)
+        self._rule = scoring.BlockRule(
+            block_size=config.drafter.block_size or spec.block_size,
+            max_new_tokens=texts.meta["max_new_tokens"],
+            row_alignment=spec.row_alignment,
+        )
+
+    @torch.inference_mode()
+    def draft(self, prompt_id: str | None) -> DraftedPrompt:
+        """Draft one prompt again.
+
+        Args:
+            prompt_id: which prompt; None takes the first.
+
+        Raises:
+            InputError: there is no such prompt.
+        """
+        chosen = _choose(self._transcripts, prompt_id)
+        transcript = self._transcripts[chosen]
+        first = sum(before.num_tokens for before in self._transcripts[:chosen])
+        rows = slice(first, first + transcript.num_tokens)
+        layers = self._spec.target_layer_ids
+        features_TF = torch.cat([self._states.load_layer(layer)[rows] for layer in layers], dim=-1)
+        blocks = _walk(self._drafter, self._head, transcript, features_TF, self._tokenizer, self._rule)
+        (prompt,) = (prompt for prompt in self._plan.prompts if prompt.id == transcript.id)
+        return DraftedPrompt(
+            prompt_id=prompt.id,
+            prompt=prompt.messages[-1][1],
+            response=self._tokenizer.decode(transcript.response_ids),
+            blocks=tuple(blocks),
+        )
+
+
 def draft_prompt(config: Config, checkpoint: str, prompt_id: str | None) -> DraftedPrompt:
-    """Draft one prompt again and keep the tokens.
-
-    Args:
-        config: what names transcripts and hidden states.
-        checkpoint: a checkpoint that was evaluated under this configuration.
-        prompt_id: which prompt; None takes the first.
-
-    Raises:
-        InputError: there is no such prompt, or the checkpoint was not evaluated yet.
-    """
-    inspection = evaluation.inspect(checkpoint, config)
-    plan = stages.plan_target(config)
-    store = store_of(config)
-    written_artifact = store.find(written.KIND, plan.transcripts_key)
-    weights = store.find(stages.DRAFTER_KIND, stages.drafter_key(inspection, config))
-    if written_artifact is None or weights is None:
-        raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
-    transcripts = written.read_transcripts(written_artifact)
-    chosen = _choose(transcripts, prompt_id)
-    spec = evaluation.read_spec(inspection, config, plan.target.config)
-    states = stages.find_states(config, plan, written_artifact.meta["digest"], spec.target_layer_ids)
-    if states is None:
-        raise InputError(f"{checkpoint} was not evaluated with this config yet; run: dflash-eval evaluate {checkpoint}")
-    placement = place_drafter(config.device, spec)
-    drafter, head = stages.load_drafter(plan, weights, spec, device=placement.device, dtype=placement.dtype)
-    first = sum(transcript.num_tokens for transcript in transcripts[:chosen])
-    end = first + transcripts[chosen].num_tokens
-    features_TF = torch.cat([states.load_layer(layer)[first:end] for layer in spec.target_layer_ids], dim=-1)
-    tokenizer = written.load_tokenizer(plan.target)
-    rule = scoring.BlockRule(
-        block_size=config.drafter.block_size or spec.block_size,
-        max_new_tokens=written_artifact.meta["max_new_tokens"],
-        row_alignment=spec.row_alignment,
-    )
-    blocks = _walk(drafter, head, transcripts[chosen], features_TF, tokenizer, rule)
-    prompt = plan.prompts[[prompt.id for prompt in plan.prompts].index(transcripts[chosen].id)]
-    return DraftedPrompt(
-        prompt_id=prompt.id,
-        prompt=prompt.messages[-1][1],
-        response=tokenizer.decode(transcripts[chosen].response_ids),
-        blocks=tuple(blocks),
-    )
+    """Draft one prompt again, as `Redrafter` does."""
+    return Redrafter(config, checkpoint).draft(prompt_id)
 
 
 def _choose(transcripts: list[written.Transcript], prompt_id: str | None) -> int:
@@ -120,7 +155,7 @@ def _walk(
         (hidden_1KD,) = drafter.draft_hidden([context], [rule.anchors(transcript, [index])], rule.block_size)
         hidden_PD = rule.drafting_rows(hidden_1KD)[0, :drafted]
         draft = head.propose(hidden_PD, response[index])
-        before_1P = torch.tensor([[response[index], *draft][:drafted]], device=drafter.device)
+        before_1P = torch.tensor([[response[index], *draft][:drafted]], dtype=torch.long, device=drafter.device)
         confidence_1P = head.confidence(hidden_PD[None], before_1P)
         reference = list(response[index + 1 : index + 1 + drafted])
         judged = torch.tensor([draft[: len(reference)]]), torch.tensor([reference])

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars
 
 from dflash_core.drafter.extra_choice import read_settings
-from dflash_core.drafter.extra_metrics import ExtraMetrics
-from dflash_core.drafter.head import Head
+from dflash_core.drafter.held_at_once import EXTRA_LOGITS_ELEMENTS
 from dflash_core.results.records import EXTRA_SCHEMAS, Extras
 from dflash_core.store import Artifact
 from dflash_core.target.head import load_embedding_and_head
 from dflash_core.target.loading import Target
-from dflash_core.target.logits import target_logits
 from dflash_core.target.vocabulary import num_token_rows
+
+if TYPE_CHECKING:
+    from dflash_core.drafter.extra_metrics import ExtraMetrics
+    from dflash_core.drafter.head import Head
 
 
 def make_extra_metrics(
-    target: Target, head: Head, spec: Mapping[str, Any], *, has_own_head: bool
+    target: Target,
+    head: Head,
+    spec: Mapping[str, Any],
+    *,
+    has_own_head: bool,
+    logits_elements: int = EXTRA_LOGITS_ELEMENTS,
 ) -> ExtraMetrics | None:
     """Return what counts the extras of a spec, or None where none are wanted.
 
@@ -29,12 +36,16 @@ def make_extra_metrics(
         head: the drafter's, on its device.
         spec: of the evaluation.
         has_own_head: the drafter's head is not the target's; that one is then held on the device, too.
+        logits_elements: logits of one kind that are held at once.
     """
+    from dflash_core.drafter.extra_metrics import ExtraMetrics
+    from dflash_core.target.logits import target_logits
+
     settings = read_settings(spec.get("extras", {}))
     if not settings:
         return None
     if not settings.temperatures:
-        return ExtraMetrics(head, settings)
+        return ExtraMetrics(head, settings, logits_elements=logits_elements)
     logits = target_logits(
         load_embedding_and_head(target).head_VD if has_own_head else head.weight_VD,
         target.config,
@@ -42,7 +53,7 @@ def make_extra_metrics(
         device=head.weight_VD.device,
         dtype=head.weight_VD.dtype,
     )
-    return ExtraMetrics(head, settings, target_logits=logits)
+    return ExtraMetrics(head, settings, target_logits=logits, logits_elements=logits_elements)
 
 
 def write_extras(folder: Path, extras: ExtraMetrics | None) -> list[str]:

@@ -7,9 +7,11 @@ checkpoint's files are looked at before and after: one that changed yields nothi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from dflash_core import progress
 from dflash_core.checkpoints.container import Container, FileRead, ReadPlan
 from dflash_core.checkpoints.hashing import TensorHasher
 from dflash_core.checkpoints.inspection import OpenCheckpoint, open_checkpoint
@@ -19,7 +21,7 @@ from dflash_core.checkpoints.pieces import Piece, Write, merged
 from dflash_core.checkpoints.safetensors_file import build_header, read_header
 from dflash_core.checkpoints.source_base import RateLimit, Source
 from dflash_core.checkpoints.sources import open_source
-from dflash_core.checkpoints.tables import CANONICAL, TableReading, TargetTables, read_tables
+from dflash_core.checkpoints.tables import CANONICAL, TableReading, TargetTables, mask_token_ids, read_tables
 from dflash_core.checkpoints.values import StreamedCheckpoint, TensorEntry
 from dflash_core.checkpoints.zip_index import RangeReader
 from dflash_core.config import HostSettings
@@ -37,6 +39,7 @@ def stream_checkpoint(
     run: str | None = None,
     expected_identity: str | None = None,
     target: TargetTables | None = None,
+    mask_ids: Collection[int] = (),
     on_progress: OnProgress | None = None,
     source: Source | None = None,
 ) -> StreamedCheckpoint:
@@ -53,6 +56,7 @@ def stream_checkpoint(
         expected_identity: `CheckpointRef.identity` from an earlier look; None takes what is there.
         target: the target's embedding and head, to tell copies of them from the drafter's own; None
             takes every embedding and head for a copy and leaves it out.
+        mask_ids: tokens that somebody says is the mask, beside what the checkpoint says: their rows are compared.
         on_progress: called as bytes arrive.
         source: an open source of the same place, to save a connection.
 
@@ -67,8 +71,8 @@ def stream_checkpoint(
     """
     if source is None:
         with open_source(url, hosts or {}) as opened:
-            return _stream(opened, url, destination, run, expected_identity, target, on_progress)
-    return _stream(source, url, destination, run, expected_identity, target, on_progress)
+            return _counted(opened, url, destination, run, expected_identity, target, mask_ids, on_progress)
+    return _counted(source, url, destination, run, expected_identity, target, mask_ids, on_progress)
 
 
 def weights_digest(path: Path) -> str:
@@ -85,6 +89,15 @@ def weights_digest(path: Path) -> str:
         return hasher.finish()
 
 
+def _counted(source: Source, *arguments: Any) -> StreamedCheckpoint:
+    """Stream, and tell what was read even where it fails."""
+    read_before = source.bytes_read
+    try:
+        return _stream(source, *arguments)
+    finally:
+        progress.note_bytes_read(source.bytes_read - read_before)
+
+
 def _stream(
     source: Source,
     url: str,
@@ -92,6 +105,7 @@ def _stream(
     run: str | None,
     expected_identity: str | None,
     target: TargetTables | None,
+    mask_ids: Collection[int],
     on_progress: OnProgress | None,
 ) -> StreamedCheckpoint:
     read_before = source.bytes_read
@@ -103,7 +117,10 @@ def _stream(
                 f"{url} is no longer the checkpoint that was found: identity {held.ref.identity[:12]}, "
                 f"expected {expected_identity[:12]}; look at it again"
             )
-        tables = TableReading((), ()) if target is None else read_tables(held.container, held.entries, target)
+        tables = TableReading((), ())
+        if target is not None:
+            masks = mask_token_ids(held.config, held.facts) | set(mask_ids)
+            tables = read_tables(held.container, held.entries, target, also=masks)
         wanted = {entry.canonical_name: entry for entry in held.entries if entry.canonical_name is not None}
         wanted |= {CANONICAL[entry.role]: entry for entry in tables.own}
         header = build_header(

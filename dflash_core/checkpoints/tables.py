@@ -1,15 +1,16 @@
 """Embedding and head in a checkpoint: copies of the target's, or the drafter's own.
 
 Trainers save frozen copies along with the drafter. A copy need not be fetched, for the target has
-the same; it is told from a table of the drafter's own by sampled rows. A table that differs was
-what the drafter saw in training, so it is the drafter's own: it is fetched, used, and named in a
-warning, because a target that was swapped or trained along looks just like that.
+the same; it is told from a table of the drafter's own by sampled rows, that of the mask token among
+them: a trainer that adds such a token trains its row alone. A table that differs was what the drafter
+saw in training, so it is the drafter's own: it is fetched, used, and named in a warning, because a
+target that was swapped or trained along looks just like that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -42,17 +43,28 @@ class TableReading(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def read_tables(container: Container, entries: Sequence[TensorEntry], target: TargetTables) -> TableReading:
+def mask_token_ids(config: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> set[int]:
+    """Return whatever a checkpoint calls its mask token, in the config beside the weights or among its facts."""
+    levels = [level for level in ((config or {}), *(config or {}).values()) if isinstance(level, Mapping)]
+    stated = [level.get("mask_token_id") for level in levels]
+    stated += [value for name, value in facts.items() if name.rpartition(".")[2] == "mask_token_id"]
+    return {value for value in stated if type(value) is int}
+
+
+def read_tables(
+    container: Container, entries: Sequence[TensorEntry], target: TargetTables, *, also: Collection[int] = ()
+) -> TableReading:
     """Compare the embedding and head in a checkpoint with the target's, by sampled rows.
 
     Args:
         container: the open container.
         entries: its tensors.
         target: the target's tables.
+        also: rows that are looked at beside the sampled ones, where a table has them.
     """
     tables = [entry for entry in entries if entry.role in CANONICAL]
     comparable = [entry for entry in tables if entry.shape == target.shape(entry.role)]
-    indices = {entry.name: _spread(entry.shape[0]) for entry in comparable}
+    indices = {entry.name: _spread(entry.shape[0], also) for entry in comparable}
     samples = read_samples(container, {entry.name: _ranges(entry, indices[entry.name]) for entry in comparable})
     own, warnings = [], []
     for entry in tables:
@@ -97,10 +109,11 @@ def _difference(
     return f"differs from the target's in {num_different} of {len(indices)} sampled rows, by up to {furthest:.2g}"
 
 
-def _spread(num_rows: int) -> list[int]:
-    """Return row numbers spread evenly, the first and last among them."""
+def _spread(num_rows: int, also: Collection[int]) -> list[int]:
+    """Return row numbers spread evenly, the first and last among them, and others that there are."""
     count = min(NUM_ROWS, num_rows)
-    return sorted({round(i * (num_rows - 1) / max(1, count - 1)) for i in range(count)})
+    spread = {round(i * (num_rows - 1) / max(1, count - 1)) for i in range(count)}
+    return sorted(spread | {row for row in also if 0 <= row < num_rows})
 
 
 def _ranges(entry: TensorEntry, rows: Sequence[int]) -> list[ByteRange]:

@@ -83,7 +83,7 @@ def read_attention(reader: FactReader, num_layers: int, *, sliding_is_causal: bo
         rule = "sliding layers are causal, full ones are not"
         stated = reader.sources.get("layer_types")
         reader.sources["is_causal"] = f"{stated}: {rule}" if stated else "default: no layer_types, so none is sliding"
-    window = _forced_window(reader) if forced else _window(reader, kinds)
+    window = _forced_window(reader) if forced else read_window(reader, kinds)
     reader.sources["windows"] = reader.sources.get("window", "default: no layer is sliding")
     return Attention(
         windows=tuple(window if kind == SLIDING else None for kind in kinds),
@@ -104,18 +104,25 @@ def _forced_window(reader: FactReader) -> int:
     return window
 
 
-def _window(reader: FactReader, kinds: list[str]) -> int | None:
+def read_window(reader: FactReader, kinds: list[str]) -> int | None:
+    """Return the window of the sliding layers, None where no layer is one.
+
+    transformers' config has none unless `use_sliding_window` is true, and without `layer_types` counts layers by it.
+
+    Raises:
+        DraftConfigError: window, switch and kinds of layers do not add up.
+    """
     switch = reader.top.get("use_sliding_window")
     if SLIDING not in kinds:
         if switch:
             raise DraftConfigError(
-                f"{reader.where}: use_sliding_window is true, but layer_types names no sliding layer"
+                f"{reader.where}: {reader.prefix}use_sliding_window is true, but layer_types names no sliding layer"
             )
         return None
     window: int = reader.need("sliding_window", int)
     if switch is not True:
         raise DraftConfigError(
-            f"{reader.where}: layer_types names sliding layers, but use_sliding_window is {switch!r}; "
+            f"{reader.where}: layer_types names sliding layers, but {reader.prefix}use_sliding_window is {switch!r}; "
             f"set it to true, or make the layers full_attention"
         )
     reader.sources["window"] = reader.sources["sliding_window"]

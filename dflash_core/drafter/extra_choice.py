@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from dflash_core.acceptance.recall import RECALL_KS
-from dflash_core.drafter.extra_metrics import ExtraSettings
 
 EXTRAS_VERSION = 1
 """Raised in the commit that changes a number among the extras."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtraSettings:
+    """Which numbers are wanted; an empty tuple is none of that kind."""
+
+    sweep_block_sizes: tuple[int, ...] = ()
+    recall_ks: tuple[int, ...] = ()
+    tree_budgets: tuple[int, ...] = ()
+    """Nodes, the anchor not counted."""
+    temperatures: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Tell whether anything is wanted."""
+        return any((self.sweep_block_sizes, self.recall_ks, self.tree_budgets, self.temperatures))
 
 
 class Wanted(Protocol):

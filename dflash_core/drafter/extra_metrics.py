@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -19,25 +19,9 @@ from torch import Tensor
 from dflash_core.acceptance import recall, sampled, trees
 from dflash_core.acceptance.own_walk import WalkCounts, count_steps, follow
 from dflash_core.acceptance.sweep import Method
+from dflash_core.drafter.extra_choice import ExtraSettings
 from dflash_core.drafter.head import Head, Rows
-
-_LOGITS_AT_ONCE = 8 << 20
-"""Logits of one kind that are held at once; some copies of them exist meanwhile."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExtraSettings:
-    """Which numbers are wanted; an empty tuple is none of that kind."""
-
-    sweep_block_sizes: tuple[int, ...] = ()
-    recall_ks: tuple[int, ...] = ()
-    tree_budgets: tuple[int, ...] = ()
-    """Nodes, the anchor not counted."""
-    temperatures: tuple[float, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Tell whether anything is wanted."""
-        return any((self.sweep_block_sizes, self.recall_ks, self.tree_budgets, self.temperatures))
+from dflash_core.drafter.held_at_once import EXTRA_LOGITS_ELEMENTS
 
 
 class ObservedBlocks(NamedTuple):
@@ -65,15 +49,22 @@ class ExtraMetrics:
         settings: which numbers are wanted. Trees need rows that do not look at the token before.
         target_logits: the target's states after its final norm, [R, D], to its logits, [R, V]; -inf where there is no
             token. Needed for temperatures.
+        logits_elements: logits of one kind that are held at once.
     """
 
     def __init__(
-        self, head: Head, settings: ExtraSettings, *, target_logits: Callable[[Tensor], Tensor] | None = None
+        self,
+        head: Head,
+        settings: ExtraSettings,
+        *,
+        target_logits: Callable[[Tensor], Tensor] | None = None,
+        logits_elements: int = EXTRA_LOGITS_ELEMENTS,
     ) -> None:
         assert target_logits is not None or not settings.temperatures
         self._head = head
         self.settings = settings
         self._target_logits = target_logits
+        self._logits_elements = logits_elements
         self._recall: dict[str, recall.RecallCounts] = {}
         self._sampled: dict[tuple[str, float, sampled.Rule], dict[str, Any]] = defaultdict(lambda: defaultdict(int))
         self._sweep: list[dict[str, Any]] = []
@@ -83,18 +74,21 @@ class ExtraMetrics:
     def observe(self, prompt_id: str, blocks: ObservedBlocks) -> None:
         """Count recall and chances on blocks of the main walk; each of them must be shown once.
 
+        Where the device has no room for it, nothing was counted.
+
         Args:
             prompt_id: the prompt.
             blocks: some of its blocks.
         """
-        if self.settings.recall_ks:
-            self._observe_recall(prompt_id, blocks)
-        for temperature in self.settings.temperatures:
-            for rule in sampled.RULES:
-                # Named even where nothing is judged.
-                self._sampled[prompt_id, temperature, rule]["num_blocks"] += len(blocks.anchor_A)
-        if self.settings.temperatures:
-            self._observe_chances(prompt_id, blocks)
+        recalled = self._recalled(blocks) if self.settings.recall_ks else None
+        chances = self._chances(blocks) if self.settings.temperatures else {}
+        if recalled is not None:
+            before = self._recall.get(prompt_id, tuple(map(torch.zeros_like, recalled)))
+            self._recall[prompt_id] = recall.RecallCounts(*(a + b for a, b in zip(before, recalled, strict=True)))
+        for (temperature, rule), found in chances.items():
+            sums = self._sampled[prompt_id, temperature, rule]
+            for name, value in found.items():
+                sums[name] += value
 
     def tree_anchors(self, prompt_id: str, num_response_tokens: int) -> list[int]:
         """Return the anchors that the walks under trees come to next and that were not shown yet; none when all end."""
@@ -156,18 +150,15 @@ class ExtraMetrics:
         pops = self._pops[prompt_id]
         return lambda anchor: trees.matched_nodes(pops[anchor], budget) if anchor in pops else None
 
-    def _observe_recall(self, prompt_id: str, blocks: ObservedBlocks) -> None:
+    def _recalled(self, blocks: ObservedBlocks) -> recall.RecallCounts:
         rows, block_R, column_R = self._judged_rows(blocks)
         rank_AP = torch.zeros_like(blocks.reference_AP)
         if len(block_R):
             rank_AP[block_R, column_R] = self._head.compare(rows, blocks.reference_AP[block_R, column_R])[1]
-        counts = recall.count_recalled(rank_AP, blocks.available_A, self.settings.recall_ks)
-        before = self._recall.get(prompt_id)
-        self._recall[prompt_id] = (
-            counts if before is None else recall.RecallCounts(*(a + b for a, b in zip(before, counts, strict=True)))
-        )
+        return recall.count_recalled(rank_AP, blocks.available_A, self.settings.recall_ks)
 
-    def _observe_chances(self, prompt_id: str, blocks: ObservedBlocks) -> None:
+    def _chances(self, blocks: ObservedBlocks) -> dict[tuple[float, sampled.Rule], dict[str, float]]:
+        """Return what blocks add to the sums of each temperature and rule; named even where nothing is judged."""
         assert self._target_logits is not None
         assert blocks.final_APD is not None
         rows, block_R, column_R = self._judged_rows(blocks)
@@ -187,18 +178,22 @@ class ExtraMetrics:
                 target_of_U=self._head.target_ids,
             )
             for temperature in self.settings.temperatures:
-                for rule, found in sampled.chances(logits, temperature).items():
+                for rule, of_rows in sampled.chances(logits, temperature).items():
                     place = keys.index((temperature, rule))
-                    accepted[place, block_R[part], column_R[part]] = found.accepted_R
-                    follows[place, block_R[part], column_R[part]] = found.follows_R
-        for place, (temperature, rule) in enumerate(keys):
+                    accepted[place, block_R[part], column_R[part]] = of_rows.accepted_R
+                    follows[place, block_R[part], column_R[part]] = of_rows.follows_R
+        found = {}
+        for place, key in enumerate(keys):
             expected = sampled.expected_accepted(accepted[place], follows[place], blocks.available_A)
-            sums = self._sampled[prompt_id, temperature, rule]
-            sums["num_judged_drafts"] += int(blocks.available_A.sum())
-            sums["num_with_drafts"] += int((blocks.available_A > 0).sum())
-            sums["sum_first_acceptance"] += float(expected.first_A.sum())
-            sums["sum_expected_accepted"] += float(expected.teacher_forced_A.sum())
-            sums["sum_accepted_on_transcript"] += float(expected.at_least_A.sum())
+            found[key] = {
+                "num_blocks": len(blocks.anchor_A),
+                "num_judged_drafts": int(blocks.available_A.sum()),
+                "num_with_drafts": int((blocks.available_A > 0).sum()),
+                "sum_first_acceptance": float(expected.first_A.sum()),
+                "sum_expected_accepted": float(expected.teacher_forced_A.sum()),
+                "sum_accepted_on_transcript": float(expected.at_least_A.sum()),
+            }
+        return found
 
     def _judged_rows(self, blocks: ObservedBlocks) -> tuple[Rows, Tensor, Tensor]:
         """Return the rows whose position lies inside the transcript, with their block and column."""
@@ -210,7 +205,7 @@ class ExtraMetrics:
         return Rows(blocks.hidden_APD[block_R, column_R], side_RS), block_R, column_R
 
     def _rows_at_once(self) -> int:
-        return max(1, _LOGITS_AT_ONCE // self._head.num_proposable)
+        return max(1, self._logits_elements // self._head.num_proposable)
 
     def _split(self, hidden_RD: Tensor) -> Sequence[Tensor]:
         return hidden_RD.split(self._rows_at_once()) if len(hidden_RD) else ()

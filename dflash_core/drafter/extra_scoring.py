@@ -10,6 +10,7 @@ Shapes: T tokens of one transcript, A anchors, P draft positions, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -22,9 +23,7 @@ from dflash_core.acceptance.own_walk import add_steps
 from dflash_core.acceptance.sweep import choose_method, shorter_walk
 from dflash_core.drafter.extra_metrics import ExtraMetrics, ObservedBlocks
 from dflash_core.drafter.model import Anchors, Drafter, LayerContext
-
-_BLOCKS_AT_ONCE = 64
-"""Blocks whose hidden rows are held at once."""
+from dflash_core.drafter.slices import Slices, halved
 
 
 class Rule(Protocol):
@@ -85,14 +84,17 @@ class Group(NamedTuple):
     """Per transcript final_TD, the target's state after its final norm; None where no temperature is wanted."""
     score_again: Callable[[int], Mapping[str, Sequence[dict[str, Any]]]]
     """Block size to prompt id to the rows of that block's own walk."""
+    slices: Slices
+    """Blocks whose hidden rows are held at once."""
 
 
 def observe_group(drafter: Drafter, extras: ExtraMetrics, group: Group) -> None:
     """Count everything that is wanted for a group of transcripts."""
     if extras.settings.recall_ks or extras.settings.temperatures:
         walks = [(place, index) for place, track in enumerate(group.tracks) for index in track.walk_anchors()]
-        for place, _, blocks in _drafted(drafter, group, walks):
-            extras.observe(group.tracks[place].prompt_id, blocks)
+        for place, indices, blocks in _drafted(drafter, group, walks):
+            name = group.tracks[place].prompt_id
+            _observe(lambda _, some, name=name: extras.observe(name, some), indices, blocks)  # type: ignore[misc]
     if extras.settings.tree_budgets:
         _follow_trees(drafter, extras, group)
     for block_size in extras.settings.sweep_block_sizes:
@@ -106,7 +108,7 @@ def _follow_trees(drafter: Drafter, extras: ExtraMetrics, group: Group) -> None:
         for index in extras.tree_anchors(track.prompt_id, track.num_response)
     ]:
         for place, indices, blocks in _drafted(drafter, group, wanted):
-            extras.observe_trees(group.tracks[place].prompt_id, indices, blocks)
+            _observe(partial(extras.observe_trees, group.tracks[place].prompt_id), indices, blocks)
     for track in group.tracks:
         extras.finish_trees(track.prompt_id, track.num_response)
 
@@ -139,14 +141,42 @@ def _drafted(
         group: transcripts and rule.
         wanted: pairs of a transcript's place in the group and a response index, those of one transcript together.
     """
-    for first in range(0, len(wanted), _BLOCKS_AT_ONCE):
-        part = wanted[first : first + _BLOCKS_AT_ONCE]
+    left = list(wanted)
+    while left:
+        part = left[: group.slices.num_anchors]
         chosen = [(place, [index for _, index in pairs]) for place, pairs in groupby(part, key=itemgetter(0))]
         tracks = [group.tracks[place] for place, _ in chosen]
         anchors = [track.anchors(indices) for track, (_, indices) in zip(tracks, chosen, strict=True)]
-        hidden = drafter.draft_hidden([track.context for track in tracks], anchors, group.rule.block_size)
+        try:
+            hidden = drafter.draft_hidden([track.context for track in tracks], anchors, group.rule.block_size)
+        except torch.OutOfMemoryError as error:
+            group.slices.halve(len(part), error)
+            continue
+        left = left[len(part) :]
         for (place, indices), one, hidden_AKD in zip(chosen, anchors, hidden, strict=True):
             yield place, indices, _blocks(drafter, group, place, indices, one, hidden_AKD)
+
+
+def _observe(
+    count: Callable[[Sequence[int], ObservedBlocks], None], indices: Sequence[int], blocks: ObservedBlocks
+) -> None:
+    """Have blocks counted, fewer at once where the device has no room for what counting takes.
+
+    Args:
+        count: counts blocks at response indices; it counts all of them or, where it fails, none.
+        indices: response indices of the anchors.
+        blocks: their blocks.
+
+    Raises:
+        DoesNotFit: there is no room for one.
+    """
+    try:
+        count(indices, blocks)
+    except torch.OutOfMemoryError as error:
+        at_once = halved(len(indices), "block", error)
+        for first in range(0, len(indices), at_once):
+            part = slice(first, first + at_once)
+            _observe(count, indices[part], ObservedBlocks._make(None if one is None else one[part] for one in blocks))
 
 
 def _blocks(

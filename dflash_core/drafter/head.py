@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_core.drafter.draft_vocabulary import target_ids
+from dflash_core.drafter.held_at_once import LOGITS_BUDGET_ELEMENTS, RANKED_ELEMENTS
 from dflash_core.drafter.model import HEAD_PARTS, Drafter
 from dflash_core.errors import UnsupportedCheckpoint
 
-_LOGITS_BUDGET_ELEMENTS = 32 << 20
-_RANKED_ELEMENTS = 2 << 20
 _NOT_PROPOSABLE = -1
 
 
@@ -54,6 +54,7 @@ class Head:
         num_token_rows: rows from the first that are tokens; what lies beyond is padding and never a choice.
             None: all are.
         tensors: the drafter's other tensors; those of `model.HEAD_PARTS` are used.
+        logits_elements: logits that are held at once.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Head:
         *,
         num_token_rows: int | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        logits_elements: int = LOGITS_BUDGET_ELEMENTS,
     ) -> None:
         self._device, self._dtype = drafter.device, drafter.dtype
         self._tensors = tensors or {}
@@ -70,7 +72,7 @@ class Head:
         self._num_token_rows = head_VD.shape[0] if num_token_rows is None else num_token_rows
         self._multiplier = drafter.spec.output_multiplier
         self._softcap = drafter.spec.final_logit_softcapping
-        self._rows_at_once = max(1, _LOGITS_BUDGET_ELEMENTS // head_VD.shape[0])
+        self._rows_at_once = max(1, logits_elements // head_VD.shape[0])
         self._target_of_V: Tensor | None = None
         self._own_of_U: Tensor | None = None
         if "d2t" in self._tensors:
@@ -193,13 +195,7 @@ class Head:
 
     def _map_vocabulary(self, d2t_V: Tensor, vocab_size: int) -> None:
         """Read `d2t`: what is to be added to a token's own number for the target's."""
-        target_of_V = torch.arange(d2t_V.shape[0]) + d2t_V.cpu().long()
-        outside = int(((target_of_V < 0) | (target_of_V >= vocab_size)).sum())
-        if outside or len(target_of_V.unique()) < len(target_of_V):
-            raise UnsupportedCheckpoint(
-                f"d2t maps {outside} tokens outside of the vocabulary of {vocab_size} and "
-                f"{len(target_of_V) - len(target_of_V.unique())} to a token twice; expected target id - own id for each"
-            )
+        target_of_V = target_ids(d2t_V, self._tensors.get("t2d"), vocab_size)
         own_of_U = torch.full((vocab_size,), _NOT_PROPOSABLE)
         own_of_U[target_of_V] = torch.arange(len(target_of_V))
         self._target_of_V, self._own_of_U = target_of_V.to(self._device), own_of_U.to(self._device)
@@ -231,8 +227,11 @@ class SelectorHead(Head):
         *,
         num_token_rows: int | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        logits_elements: int = LOGITS_BUDGET_ELEMENTS,
     ) -> None:
-        super().__init__(head_VD, drafter, num_token_rows=num_token_rows, tensors=tensors)
+        super().__init__(
+            head_VD, drafter, num_token_rows=num_token_rows, tensors=tensors, logits_elements=logits_elements
+        )
         assert drafter.spec.selector_top_k is not None
         self._num_candidates = drafter.spec.selector_top_k
 
@@ -291,7 +290,12 @@ _RULES: dict[str, type[Head]] = {"argmax": Head, "dflash2": SelectorHead, "dspar
 
 
 def make_head(
-    head_VD: Tensor, drafter: Drafter, tensors: Mapping[str, Tensor], *, num_token_rows: int | None = None
+    head_VD: Tensor,
+    drafter: Drafter,
+    tensors: Mapping[str, Tensor],
+    *,
+    num_token_rows: int | None = None,
+    logits_elements: int = LOGITS_BUDGET_ELEMENTS,
 ) -> Head:
     """Return the head that follows a drafter's rule of proposing.
 
@@ -300,6 +304,7 @@ def make_head(
         drafter: the drafter on its device.
         tensors: the drafter's tensors; those of `model.HEAD_PARTS` are used.
         num_token_rows: rows of the target's numbering that are tokens and no padding; None: all are.
+        logits_elements: logits that are held at once.
 
     Raises:
         UnsupportedCheckpoint: the drafter has a reduced vocabulary, but no head over it, or a `d2t` that is no map.
@@ -313,7 +318,8 @@ def make_head(
                 f"tokens; such a head is trained, so it cannot be taken from the target's"
             )
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(HEAD_PARTS)}
-    return _RULES[drafter.spec.proposal_rule](head_VD, drafter, num_token_rows=num_token_rows, tensors=own)
+    rule = _RULES[drafter.spec.proposal_rule]
+    return rule(head_VD, drafter, num_token_rows=num_token_rows, tensors=own, logits_elements=logits_elements)
 
 
 def _first_best(logits_RV: Tensor) -> Tensor:
@@ -323,7 +329,7 @@ def _first_best(logits_RV: Tensor) -> Tensor:
 
 def _ranks(logits_RV: Tensor, rows_M: Tensor, token_M: Tensor) -> Tensor:
     """Return the rank of a token in some rows, 1 = best; few rows at a time, which a CPU's cache holds."""
-    count = max(1, _RANKED_ELEMENTS // logits_RV.shape[1])
+    count = max(1, RANKED_ELEMENTS // logits_RV.shape[1])
     ranks = []
     for rows, token in zip(rows_M.split(count), token_M.split(count), strict=True):
         logits = logits_RV[rows]

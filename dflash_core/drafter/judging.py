@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.drafter.head import Head, Rows
-
-_ROWS_PER_CALL = 96
-"""Rows that a call of the head is filled up to; up to about so many cost little more than one."""
+from dflash_core.drafter.held_at_once import ROWS_PER_CALL
 
 
 class Blocks(NamedTuple):
@@ -59,7 +57,7 @@ def judge_blocks(head: Head, blocks: Blocks) -> Judgement:
     alive = torch.nonzero(available_A > 0)[:, 0]
     first = 1
     while first <= num_drafts and alive.numel() > 0:
-        last = min(num_drafts, first - 1 + max(1, _ROWS_PER_CALL // alive.numel()))
+        last = min(num_drafts, first - 1 + max(1, ROWS_PER_CALL // alive.numel()))
         hit_BS, rank_BS = _ask(head, blocks, side_APS, alive, first, last)
         num_hits_B = hit_BS.long().cumprod(dim=1).sum(dim=1)
         accepted_A[alive] += num_hits_B

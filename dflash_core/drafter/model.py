@@ -18,6 +18,7 @@ Source of the semantics: z-lab/dflash `dflash/model.py` as in PyPI `dflash` 0.1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,13 +26,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_core.drafter.convolution import ConvolutionWeights, Corrections, convolve, read_corrections
+from dflash_core.drafter.held_at_once import SCORE_BUDGET_ELEMENTS, WHOLE
 from dflash_core.drafter.spec import DrafterSpec
 from dflash_core.drafter.visibility import visible
 
 HEAD_PARTS = ("candidate_selector.", "markov_head.", "confidence_head.", "d2t", "t2d")
 """How the names of tensors begin that belong to the head and not to the blocks."""
-SCORE_BUDGET_ELEMENTS = 32 << 20
-"""Attention scores held at once (128 MB in fp32); anchors are processed in slices below it."""
 
 
 class LayerContext(NamedTuple):
@@ -79,6 +79,8 @@ class Drafter:
             only the rows of tokens that are asked for are moved.
         device: where to compute.
         dtype: dtype of the computation.
+        score_elements: attention scores that are held at once.
+        context_tokens: tokens of a transcript whose features are read at once; all by default.
     """
 
     def __init__(
@@ -89,10 +91,14 @@ class Drafter:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        score_elements: int = SCORE_BUDGET_ELEMENTS,
+        context_tokens: int = WHOLE,
     ) -> None:
         self.spec = spec
         self.device = device
         self.dtype = dtype
+        self.score_elements = score_elements
+        self.context_tokens = context_tokens
         self._weights = {
             name: tensor.to(device=device, dtype=dtype)
             for name, tensor in weights.items()
@@ -117,10 +123,24 @@ class Drafter:
         Args:
             features_TF: selected hidden states, concatenated in the order of `target_layer_ids`.
         """
+        num_tokens = features_TF.shape[0]
+        shape = (self.spec.num_kv_heads, num_tokens, self.spec.head_dim)
+        empty = partial(torch.empty, shape, device=self.device, dtype=self.dtype)
+        contexts = [LayerContext(empty(), empty()) for _ in range(self.spec.num_layers)]
+        for first in range(0, num_tokens, self.context_tokens):
+            part = slice(first, min(first + self.context_tokens, num_tokens))
+            self._read_part(
+                features_TF[part], [LayerContext(*(whole[:, part] for whole in one)) for one in contexts], first
+            )
+        return contexts
+
+    def _read_part(self, features_TF: Tensor, contexts: Sequence[LayerContext], first: int) -> None:
+        """Fill keys and values of consecutive tokens, of which the first stands at a position."""
         features_TF = features_TF.to(device=self.device, dtype=self.dtype)
         context_TD = self._norm(functional.linear(features_TF, self._weights["fc.weight"]), "hidden_norm.weight")
-        positions_T = torch.arange(features_TF.shape[0], device=self.device)
-        return [self._keys_values(context_TD, positions_T, layer) for layer in range(self.spec.num_layers)]
+        positions_T = torch.arange(first, first + features_TF.shape[0], device=self.device)
+        for layer, context in enumerate(contexts):
+            self._fill(context, context_TD, positions_T, layer)
 
     def draft_hidden(
         self, contexts: Sequence[Sequence[LayerContext]], anchors: Sequence[Anchors], num_slots: int
@@ -200,7 +220,7 @@ class Drafter:
             return rows.queries_AKHE.new_zeros(0, num_slots, num_heads * self.spec.head_dim)
         # The last position that any anchor may see: what lies beyond is left out of the products.
         end = int(rows.position_A.max())
-        slice_size = max(1, SCORE_BUDGET_ELEMENTS // max(1, num_slots * num_heads * (end + num_slots)))
+        slice_size = max(1, self.score_elements // max(1, num_slots * num_heads * (end + num_slots)))
         context = LayerContext(context.keys_GTE[:, :end], context.values_GTE[:, :end])
         slices = (slice(first, first + slice_size) for first in range(0, num_anchors, slice_size))
         return torch.cat(
@@ -241,11 +261,12 @@ class Drafter:
         output_GARKE = from_context.view(G, A, R, K, E) + from_block.view(G, A, R, K, E)
         return output_GARKE.permute(1, 3, 0, 2, 4).reshape(A, K, H * E)
 
-    def _keys_values(self, context_TD: Tensor, positions_T: Tensor, layer: int) -> LayerContext:
+    def _fill(self, context: LayerContext, context_TD: Tensor, positions_T: Tensor, layer: int) -> None:
         prefix = f"layers.{layer}.self_attn"
         keys_TGE = self._rotate(self._heads(context_TD, f"{prefix}.k", self.spec.num_kv_heads), positions_T)
         values_TGE = self._project(context_TD, f"{prefix}.v_proj").unflatten(-1, (self.spec.num_kv_heads, -1))
-        return LayerContext(keys_TGE.transpose(0, 1).contiguous(), values_TGE.transpose(0, 1).contiguous())
+        context.keys_GTE.copy_(keys_TGE.transpose(0, 1))
+        context.values_GTE.copy_(values_TGE.transpose(0, 1))
 
     def _heads(self, hidden: Tensor, name: str, num_heads: int) -> Tensor:
         """Return projected and normalised heads (..., heads, E) of queries or keys, not yet rotated."""

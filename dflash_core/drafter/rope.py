@@ -12,10 +12,9 @@ from dflash_core.errors import DraftConfigError, UnsupportedCheckpoint
 _ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
-    "yarn": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-
 
 # Of multimodal targets: on text all axes have one position, so they change nothing.
 _ON_TEXT_WITHOUT_EFFECT = ("mrope_section", "mrope_interleaved")
@@ -61,6 +60,7 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
         raise DraftConfigError(f"{reader.where}: rope_theta = {theta!r}, expected a number above 0")
     parameters["rope_theta"] = theta
     parameters.setdefault("rope_type", "default")
+    _agree_on_original_length(reader, parameters)
     if parameters["rope_type"] not in _ROPE_TYPES:
         raise UnsupportedCheckpoint(
             f"{reader.where}: rope_type = {parameters['rope_type']!r} is not supported; {sorted(_ROPE_TYPES)} are"
@@ -72,6 +72,23 @@ def read_rope(reader: FactReader) -> dict[str, Any]:
     by = "rope_theta" if inner is None else "rope_parameters" if "rope_parameters" in reader.sources else "rope_scaling"
     reader.sources["rope"] = reader.sources[by]
     return parameters
+
+
+def _agree_on_original_length(reader: FactReader, parameters: dict[str, Any]) -> None:
+    """Take the length before scaling from the top level where it stands there, as Phi's configs have it.
+
+    Raises:
+        DraftConfigError: it stands inside the scaling too, as another number.
+    """
+    key = "original_max_position_embeddings"
+    beside = reader.find(key, int) if key in _ROPE_TYPES.get(parameters["rope_type"], ()) else None
+    if beside is None:
+        return
+    if parameters.setdefault(key, beside) != beside:
+        raise DraftConfigError(
+            f"{reader.where}: {reader.prefix}{key} = {beside!r} contradicts {parameters[key]!r} in the RoPE settings; "
+            f"remove one"
+        )
 
 
 def _with_rope_type(parameters: Mapping[str, Any], reader: FactReader) -> dict[str, Any]:

@@ -10,7 +10,6 @@ close), dropping what it did not come by. `judging` makes another on the head.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -24,45 +23,17 @@ from dflash_core import progress
 from dflash_core.acceptance import walk
 from dflash_core.drafter.extra_metrics import ExtraMetrics
 from dflash_core.drafter.extra_scoring import Group, observe_group
+from dflash_core.drafter.footprint import USUAL, Slicing
 from dflash_core.drafter.head import Head
 from dflash_core.drafter.judging import Blocks, Judgement, judge_blocks
 from dflash_core.drafter.model import Anchors, Drafter, LayerContext
-from dflash_core.errors import DoesNotFit
+from dflash_core.drafter.slices import Slices, halved
 from dflash_core.target.agreement import TIE_MARGIN
 from dflash_core.target.transcripts import Transcript
 
-_LOG = logging.getLogger(__name__)
 STAGE = "run_drafter"
-_GROUP_TOKENS = 32_768
-"""Transcripts are taken in groups of so many tokens, whose context keys and values stay resident."""
-_ANCHORS_AT_ONCE = 256
 _FREE_BLOCKS = 24
 """Blocks whose work is worth one more pass: drafter and head read their weights once a pass."""
-
-
-@dataclass(slots=True)
-class Slices:
-    """How many blocks are drafted in one pass: fewer from the first time on that the device had no room for so many."""
-
-    num_anchors: int
-    num_halvings: int = 0
-
-    def halve(self, tried: int, error: Exception) -> None:
-        """Take half of what was tried from now on.
-
-        Raises:
-            DoesNotFit: a single block was too much.
-        """
-        if tried <= 1:
-            raise DoesNotFit(
-                "the device has no room for a single block beside the drafter and the context; "
-                "set device: cpu, or free the device"
-            ) from error
-        self.num_anchors = max(1, tried // 2)
-        self.num_halvings += 1
-        _LOG.warning("out of memory with %d blocks at once; going on with %d", tried, self.num_anchors)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +174,7 @@ def score_transcripts(
     anchors: str,
     extras: ExtraMetrics | None = None,
     final_of: Callable[[int], Tensor] | None = None,
+    slicing: Slicing = USUAL,
 ) -> list[dict[str, Any]]:
     """Score a drafter and return one row per block.
 
@@ -217,6 +189,7 @@ def score_transcripts(
         anchors: `walk` or `all`.
         extras: counts more numbers, where they are wanted.
         final_of: index of a transcript to final_TD, the target's states after its final norm; temperatures need it.
+        slicing: how much is held at once. Drafter, head and extras have their own parts of it.
 
     Returns:
         Rows in the columns of `results.records.BLOCK_SCHEMA`.
@@ -224,14 +197,14 @@ def score_transcripts(
     assert anchors in ("walk", "all"), anchors
     assert 1 <= block_size <= drafter.spec.block_size, (block_size, drafter.spec.block_size)
     rule = BlockRule(block_size=block_size, max_new_tokens=max_new_tokens, row_alignment=drafter.spec.row_alignment)
+    run = _score_walk if anchors == "walk" else _score_all
     rows: list[dict[str, Any]] = []
-    total = sum(max(0, len(transcript.response_ids) - 1) for transcript in transcripts)
+    total = count_anchors(transcripts)
     done = first_token = 0
-    slices = Slices(num_anchors=_ANCHORS_AT_ONCE)
-    for group in _groups(transcripts):
-        tracks = [_Track(transcripts[index], drafter.read_context(features_of(index)), rule) for index in group]
-        run = _score_walk if anchors == "walk" else _score_all
-        run(drafter, head, tracks, slices, lambda count, before=done: progress.report(STAGE, before + count, total))  # type: ignore[misc]
+    slices, extra_slices = Slices(num_anchors=slicing.num_anchors), Slices(num_anchors=slicing.extra_blocks)
+    for group in _groups(transcripts, slicing.group_tokens):
+        tracks = [_Track(transcripts[index], _read_context(drafter, features_of(index)), rule) for index in group]
+        run(drafter, head, tracks, slices, lambda count, before=done: _tell(before + count, total))  # type: ignore[misc]
         if extras is not None:
             observe_group(
                 drafter,
@@ -242,21 +215,47 @@ def score_transcripts(
                     has_all_anchors=anchors == "all",
                     finals=[final_of(index) if final_of and extras.settings.temperatures else None for index in group],
                     score_again=lambda size, tracks=tracks: _score_again(drafter, head, tracks, slices, size),  # type: ignore[misc]
+                    slices=extra_slices,
                 ),
             )
         for track in tracks:
+            # The next group's contexts take their place.
+            track.context = []
             done += max(0, track.num_response - 1)
             rows.extend(track.block_rows(margins_T[first_token : first_token + track.transcript.num_tokens]))
             first_token += track.transcript.num_tokens
-        progress.report(STAGE, done, total)
+        _tell(done, total)
     return rows
 
 
-def _groups(transcripts: Sequence[Transcript]) -> Iterator[list[int]]:
+def _tell(done: int, total: int) -> None:
+    progress.report(STAGE, done, total, unit="anchors")
+
+
+def count_anchors(transcripts: Sequence[Transcript]) -> int:
+    """Return the anchors there are: every response token but the last, after which nothing is to be predicted."""
+    return sum(max(0, len(transcript.response_ids) - 1) for transcript in transcripts)
+
+
+def _read_context(drafter: Drafter, features_TF: Tensor) -> list[LayerContext]:
+    """Read a transcript's context, fewer tokens at once from the first time on that there is no room.
+
+    Raises:
+        DoesNotFit: there is no room for one.
+    """
+    while True:
+        try:
+            return drafter.read_context(features_TF)
+        except torch.OutOfMemoryError as error:
+            tried = min(features_TF.shape[0], drafter.context_tokens)
+            drafter.context_tokens = halved(tried, "token", error)
+
+
+def _groups(transcripts: Sequence[Transcript], group_tokens: int) -> Iterator[list[int]]:
     group: list[int] = []
     num_tokens = 0
     for index, transcript in enumerate(transcripts):
-        if group and num_tokens + transcript.num_tokens > _GROUP_TOKENS:
+        if group and num_tokens + transcript.num_tokens > group_tokens:
             yield group
             group, num_tokens = [], 0
         group.append(index)
@@ -341,8 +340,9 @@ def _look_ahead(num_tracks: int, num_steps: int, num_emitted: int, num_anchors: 
 
 def _score_all(drafter: Drafter, head: Head, tracks: list[_Track], slices: Slices, tell: Callable[[int], None]) -> None:
     anchors = [(track, index) for track in tracks for index in track.next_anchors(track.num_response)]
-    for first in range(0, len(anchors), _ANCHORS_AT_ONCE):
-        part = anchors[first : first + _ANCHORS_AT_ONCE]
+    count = slices.num_anchors
+    for first in range(0, len(anchors), count):
+        part = anchors[first : first + count]
         chosen = [(track, [index for _, index in pairs]) for track, pairs in groupby(part, key=itemgetter(0))]
         _draft_and_judge(drafter, head, [track for track, _ in chosen], [indices for _, indices in chosen], slices)
         tell(first + len(part))

@@ -166,7 +166,8 @@ def check_tables(spec: DrafterSpec, tables: Mapping[str, Sequence[int]], where: 
         where: the checkpoint, for messages.
 
     Raises:
-        UnsupportedCheckpoint: a table has rows for another vocabulary, or another width.
+        UnsupportedCheckpoint: a table has rows for another vocabulary, or another width, or a reduced vocabulary has
+            no head over it.
     """
     for name, shape in table_shapes(spec).items():
         if name in tables and list(tables[name]) != shape:
@@ -175,6 +176,12 @@ def check_tables(spec: DrafterSpec, tables: Mapping[str, Sequence[int]], where: 
                 f"{spec.vocab_size} and draft_vocab_size = {spec.draft_vocab_size}; a reduced vocabulary needs "
                 f"draft_vocab_size and the tensor d2t"
             )
+    if spec.draft_vocab_size is not None and HEAD not in tables:
+        raise UnsupportedCheckpoint(
+            f"{where}: holds no {HEAD} over the {spec.draft_vocab_size} tokens of its reduced vocabulary "
+            f"({spec.sources.get('draft_vocab_size')}); such a head is trained, so it cannot be taken from the "
+            f"target's: save the whole drafter"
+        )
 
 
 def _bias_shapes(spec: DrafterSpec) -> dict[str, list[int]]:

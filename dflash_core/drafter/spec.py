@@ -62,7 +62,8 @@ _PLAIN: dict[str, Any] = {
     "confidence_head_with_markov": False,
 }
 """Facts that an identity leaves out where they are z-lab's DFlash: identities from before they existed stay."""
-_NO_IDENTITY = ("attention_bias", "dialect", "notes", "sources")
+_OF_READING = ("dialect", "notes", "doubts", "sources")
+_NO_IDENTITY = ("attention_bias", *_OF_READING)
 # Key in a config to the fact's name here, where they differ.
 _SOURCES = {
     "num_layers": "num_hidden_layers",
@@ -127,7 +128,9 @@ class DrafterSpec:
     dialect: str = field(default="", compare=False)
     """Form of the config it was read from."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What a person should know of the reading."""
+    """What a person may want to know of the reading, the doubts included."""
+    doubts: tuple[str, ...] = field(default=(), compare=False)
+    """Facts that no file tells and that were taken as usual: they belong beside every number."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Fact to the place that decided it; shown by `inspect`, not part of the identity."""
 
@@ -139,7 +142,7 @@ class DrafterSpec:
     def facts(self) -> dict[str, Any]:
         """Return all facts as plain data, those at z-lab's plain value too."""
         plain = asdict(self)
-        return {name: value for name, value in plain.items() if name not in ("dialect", "notes", "sources")}
+        return {name: value for name, value in plain.items() if name not in _OF_READING}
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that decide numbers as plain data, without where they came from."""
@@ -230,7 +233,8 @@ def _build(reading: Reading, shapes: Mapping[str, Sequence[int]], dialect: str) 
         draft_vocab_size=reading.draft_vocab_size,
         attention_bias=has_biases(shapes),
         dialect=dialect,
-        notes=reading.notes,
+        notes=(*reading.notes, *reading.doubts),
+        doubts=reading.doubts,
         **asdict(heads),
     )
     sources = reading.sources | {"head_dim": f"tensor {q_norm}", "attention_bias": "the tensors"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.acceptance import walk
+from dflash_core.drafter.footprint import USUAL, Slicing
 from dflash_core.drafter.head import Head, Rows, make_head
 from dflash_core.drafter.model import Anchors, Drafter
 from dflash_core.drafter.scoring import score_transcripts
@@ -147,7 +148,7 @@ def random_tensors(config: Mapping[str, Any], target: Target, *, seed: int = 0) 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the backbone of a config as z-lab's DFlash."""
-    own = {"mask_token_id", "target_layer_ids"}
+    own = {"mask_token_id", "target_layer_ids", "input_embedding_scale"}
     nested = {key: value for key, value in config["dflash_config"].items() if key in own}
     left_out = {"draft_vocab_size", "sample_from_anchor"}
     plain = {key: value for key, value in config.items() if key not in left_out}
@@ -182,7 +183,9 @@ class Trained:
         states = self.scene.states(self.spec.target_layer_ids)
         return tiny.features_of(self.spec, self.scene.transcripts, states, index)
 
-    def rows(self, *, anchors: str = "walk", block_size: int | None = None) -> list[dict[str, Any]]:
+    def rows(
+        self, *, anchors: str = "walk", block_size: int | None = None, slicing: Slicing = USUAL
+    ) -> list[dict[str, Any]]:
         """Return our rows."""
         return score_transcripts(
             self.drafter,
@@ -193,6 +196,7 @@ class Trained:
             block_size=block_size or self.spec.block_size,
             max_new_tokens=MAX_NEW_TOKENS,
             anchors=anchors,
+            slicing=slicing,
         )
 
     def walks(self, **options: Any) -> Walks:

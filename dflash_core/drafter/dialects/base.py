@@ -58,7 +58,9 @@ class Reading:
     depths: Mapping[str, int]
     """Key to what it says the target's depth is."""
     notes: tuple[str, ...] = ()
-    """What a person should know: keys without influence, facts that the form cannot hold."""
+    """What a person may want to know: keys without influence, how serving is set."""
+    doubts: tuple[str, ...] = ()
+    """Facts that no file of this form tells and that are taken as usual: where they are not, the numbers are wrong."""
 
     @property
     def sources(self) -> dict[str, str]:

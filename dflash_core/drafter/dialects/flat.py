@@ -22,7 +22,7 @@ from dflash_core.drafter.dialects.base import (
     refuse_other_models,
 )
 from dflash_core.drafter.dialects.heads import Family, read_heads
-from dflash_core.drafter.dialects.nested import VERL_NOTE
+from dflash_core.drafter.dialects.nested import VERL_DOUBT
 from dflash_core.drafter.dialects.taps import TapRule, Taps, default_target_layer_ids, read_taps
 from dflash_core.drafter.facts import FactReader
 from dflash_core.errors import CheckpointMismatch, UnsupportedCheckpoint
@@ -51,7 +51,7 @@ def read(
     reason = "rule of DSpark: row j predicts position anchor + j + 1"
     if not shifted:
         reason = "rule of DFlash: row j predicts position anchor + j"
-    notes = (VERL_NOTE,) if {"target_layer_ids", "eagle_aux_hidden_state_layer_ids"} <= set(reader.sources) else ()
+    doubts = (VERL_DOUBT,) if {"target_layer_ids", "eagle_aux_hidden_state_layer_ids"} <= set(reader.sources) else ()
     return Reading(
         facts=reader,
         backbone=reader,
@@ -64,7 +64,7 @@ def read(
         heads=read_heads(reader, family, f"{where}: architectures = [{architecture!r}]", shapes),
         draft_vocab_size=read_draft_vocabulary(reader, shapes, target.vocab_size),
         depths=read_depths(reader, len(taps.ids)),
-        notes=notes,
+        doubts=doubts,
     )
 
 

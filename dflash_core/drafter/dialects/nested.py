@@ -6,7 +6,7 @@ JetSpec (`causal_head`). Where a fact stands in both places they must agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_core.drafter.attention import read_attention
@@ -23,7 +23,7 @@ from dflash_core.drafter.dialects.base import (
     refuse_unknown,
 )
 from dflash_core.drafter.dialects.heads import DFLASH2_KEYS, DSPARK_KEYS, Family, read_heads
-from dflash_core.drafter.dialects.taps import TapRule, Taps, default_target_layer_ids, read_taps
+from dflash_core.drafter.dialects.taps import BEFORE_NORM, TapRule, Taps, default_target_layer_ids, read_taps
 from dflash_core.drafter.facts import FactReader
 from dflash_core.errors import DraftConfigError, UnsupportedCheckpoint
 from dflash_core.target.model_config import ModelConfig
@@ -37,6 +37,7 @@ ARCHITECTURES: dict[str, Family] = {
 _GENERIC = "DFlashDraftModel"
 _PROJECTORS: dict[str, Family] = {"dflash": "dflash", "dflash2": "dflash2", "dspark": "dspark"}
 UNDERSTOOD = {
+    BEFORE_NORM,
     "block_size",
     "causal",
     "causal_head",
@@ -81,11 +82,12 @@ def read(
     family, said_by = _family(reader)
     unused = _refuse_other_forms(reader)
     num_layers = reader.need("num_hidden_layers", int)
-    taps = read_taps(reader, target.num_layers, main_key="target_layer_ids", rule=_rule(target, num_layers))
+    taps = _taps(reader, target, num_layers)
     block_size = reader.need("block_size", int, nested=True)
     attention = read_attention(reader, num_layers)
     _refuse_short_forced_window(reader, attention.windows, block_size)
     _check_width(reader, target)
+    _ask_for_embedding_scale(reader, target)
     return Reading(
         facts=reader,
         backbone=reader,
@@ -98,7 +100,8 @@ def read(
         heads=read_heads(reader, family, said_by, shapes),
         draft_vocab_size=read_draft_vocabulary(reader, shapes, target.vocab_size),
         depths=read_depths(reader, len(taps.ids)),
-        notes=tuple(_notes(reader, unused)),
+        notes=tuple(f"without influence on proposals: dflash_config.{key}" for key in unused),
+        doubts=tuple(_doubts(reader)),
     )
 
 
@@ -107,7 +110,7 @@ def read_only_taps(config: Mapping[str, Any], where: str, target: ModelConfig) -
     reader = FactReader(config, where)
     _family(reader)
     num_layers = reader.need("num_hidden_layers", int)
-    return read_taps(reader, target.num_layers, main_key="target_layer_ids", rule=_rule(target, num_layers))
+    return _taps(reader, target, num_layers)
 
 
 def _family(reader: FactReader) -> tuple[Family, str]:
@@ -138,11 +141,13 @@ def _refuse_other_forms(reader: FactReader) -> list[str]:
     return refuse_unknown(reader.nested, "dflash_config", reader.where, UNDERSTOOD, HARMLESS)
 
 
-def _rule(target: ModelConfig, num_layers: int) -> TapRule:
-    return TapRule(
+def _taps(reader: FactReader, target: ModelConfig, num_layers: int) -> Taps:
+    """Return the layers; z-lab's own loop reads the last one's state after the final norm, serving engines before."""
+    rule = TapRule(
         lambda: default_target_layer_ids(target.num_layers, num_layers),
         "z-lab's rule for configs without target_layer_ids",
     )
+    return read_taps(reader, target.num_layers, main_key="target_layer_ids", rule=rule, may_be_last=False)
 
 
 def _alignment(reader: FactReader, family: Family) -> RowAlignment:
@@ -170,19 +175,35 @@ def _check_width(reader: FactReader, target: ModelConfig) -> None:
         )
 
 
-def _notes(reader: FactReader, unused: list[str]) -> list[str]:
-    notes = [f"without influence on proposals: dflash_config.{key}" for key in unused]
+def _ask_for_embedding_scale(reader: FactReader, target: ModelConfig) -> None:
+    """Ask for the scale where the target has one: some trainers embed with its own module, others with its bare table.
+
+    z-lab's first loop and vLLM multiply as the target does, z-lab's later one by 1 where nothing is stated.
+
+    Raises:
+        DraftConfigError: the config does not say.
+    """
+    scale = target.embedding_scale
+    if scale in (None, 1.0) or reader.stated("input_embedding_scale", nested=True):
+        return
+    raise DraftConfigError(
+        f"{reader.where} lacks dflash_config.input_embedding_scale, and the target multiplies its embeddings by "
+        f"{scale:.6g}; add {scale:.6g} where the drafter was trained on them as the target has them, 1.0 where on the "
+        f"bare table"
+    )
+
+
+def _doubts(reader: FactReader) -> Iterator[str]:
     if reader.find("causal_head", bool, nested=True) is not None and "draft_shift" not in reader.sources:
-        notes.append(
+        yield (
             "JetSpec's run-time flag draft_shift is not stored and is taken as off, its default; where it was on, "
             "set dflash_config.draft_shift: true in drafter.config"
         )
     if {"target_layer_ids", "eagle_aux_hidden_state_layer_ids"} <= set(reader.sources):
-        notes.append(VERL_NOTE)
-    return notes
+        yield VERL_DOUBT
 
 
-VERL_NOTE = (
+VERL_DOUBT = (
     "eagle_aux_hidden_state_layer_ids agrees with target_layer_ids; verl-SpeCo wrote it so even while its training "
     "captured one layer less deep, which no file tells; of such a run, give each layer less 1 in drafter.config, "
     "with corrects: [target_layer_ids]"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_core.drafter.attention import SLIDING, Attention, layer_kinds, stated_causality
+from dflash_core.drafter.attention import SLIDING, Attention, layer_kinds, read_window, stated_causality
 from dflash_core.drafter.dialects.base import (
     Dialect,
     Reading,
@@ -205,6 +205,7 @@ def _alignment(reader: FactReader, family: Family) -> RowAlignment:
 def _attention(reader: FactReader, backbone: FactReader, num_layers: int, family: Family) -> Attention:
     """Return kinds of attention: full layers are bidirectional, sliding ones as `sliding_window_non_causal` says."""
     kinds = layer_kinds(backbone, num_layers)
+    window = read_window(backbone, kinds)
     if SLIDING not in kinds:
         windows: tuple[int | None, ...] = (None,) * num_layers
         causal = (False,) * num_layers
@@ -212,7 +213,6 @@ def _attention(reader: FactReader, backbone: FactReader, num_layers: int, family
         reader.sources["is_causal"] = "rule of speculators: full layers are bidirectional in the block"
     else:
         free = _sliding_is_free(reader, family)
-        window = backbone.need("sliding_window", int)
         windows = tuple(window if kind == SLIDING else None for kind in kinds)
         causal = tuple(kind == SLIDING and not free for kind in kinds)
         reader.sources["windows"] = backbone.sources["sliding_window"]

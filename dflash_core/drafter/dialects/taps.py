@@ -25,6 +25,9 @@ OFFSETS = {
     "eagle_aux_hidden_state_layer_ids": -1,
 }
 
+BEFORE_NORM = "last_layer_before_norm"
+"""Key with which a person says how the state of the target's last layer was taken; no trainer writes it."""
+
 
 class Taps(NamedTuple):
     """The layers that a drafter reads."""
@@ -51,12 +54,13 @@ def read_taps(reader: FactReader, depth: int, *, main_key: str, rule: TapRule | 
         depth: layers of the target.
         main_key: the list that the dialect writes; others may stand beside it and must agree.
         rule: for a config without any list; None asks for it.
-        may_be_last: is the last layer's state unambiguous in this dialect?
+        may_be_last: is the last layer's state unambiguous in this dialect? Where it is not, `last_layer_before_norm`
+            must say that it is the residual before the final norm, which is what is extracted.
 
     Raises:
         DraftConfigError: a list is malformed or missing, or two contradict.
         CheckpointMismatch: it names a layer that the target does not have.
-        UnsupportedCheckpoint: it names the embedding's output, or an ambiguous last layer.
+        UnsupportedCheckpoint: it names the embedding's output, or a last layer whose state is ambiguous or normed.
     """
     written = _written_lists(reader, main_key)
     canonical = {f"{key} = {list(ids)}": [layer + OFFSETS[key] for layer in ids] for key, ids in written.items()}
@@ -101,12 +105,16 @@ def _check_range(
             f"{reader.where}: {key} = {list(as_written)} names 0, the target's embedding output, which is not "
             f"extracted; decoder layers are"
         )
-    if not may_be_last and (-1 in ids or depth - 1 in ids):
-        what = "-1, the target's embedding output" if -1 in ids else f"{depth - 1}, the target's last layer"
-        why = "which is not extracted" if -1 in ids else "whose state is taken before the final norm by some and after"
-        more = "" if -1 in ids else " it by others, and the file does not say which"
+    if not may_be_last and -1 in ids:
         raise UnsupportedCheckpoint(
-            f"{reader.where}: {key} = {list(as_written)} names {what}, {why}{more}; its trainer refuses it too"
+            f"{reader.where}: {key} = {list(as_written)} names -1, the target's embedding output, which is not "
+            f"extracted; decoder layers are"
+        )
+    if not may_be_last and depth - 1 in ids and not reader.find(BEFORE_NORM, bool, nested=True):
+        raise UnsupportedCheckpoint(
+            f"{reader.where}: {key} = {list(as_written)} names {depth - 1}, the target's last layer, whose state is "
+            f"taken before the final norm by some and after it by others, and the file does not say which; where it "
+            f"was taken before, add {BEFORE_NORM}: true; after is not scored"
         )
     outside = [number for number, layer in zip(as_written, ids, strict=True) if not 0 <= layer < depth]
     if outside:

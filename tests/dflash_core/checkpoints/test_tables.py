@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -118,3 +120,41 @@ def test_comparing_costs_the_host_little(tmp_path: Path) -> None:
         result = stream_checkpoint(server.url("c.pt"), tmp_path / "o.st", hosts=hosts, target=target)
         assert server.bytes_sent == result.bytes_read < result.bytes_wanted + 400_000
         assert server.bytes_sent < EMBEDDING.nbytes // 5
+
+
+MASK = 4003
+"""A row that lies between two sampled ones."""
+
+
+@pytest.mark.parametrize("place", ["config", "nested config", "facts", "args", "the caller", "nowhere"])
+def test_a_mask_token_that_was_trained_alone_makes_the_embedding_the_drafters_own(tmp_path: Path, place: str) -> None:
+    """Every slot but the anchor's holds that one row: a copy of the target's embedding would draft otherwise."""
+    mine = EMBEDDING.clone()
+    mine[MASK] = torch.randn(256)
+    tensors = with_tables(mine, HEAD)
+    configs = {
+        "config": {"mask_token_id": MASK},
+        "nested config": {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1]}, "x": [1]},
+    }
+    beside = {"facts": {"mask_token_id": MASK}, "args": {"args": argparse.Namespace(mask_token_id=MASK)}}
+    if place in configs:
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(configs[place]))
+    else:
+        torch.save({"model": tensors} | beside.get(place, {}), tmp_path / "checkpoint.pt")
+    said = (MASK,) if place == "the caller" else ()
+    result = stream_checkpoint(str(tmp_path), tmp_path / "o.st", target=Tables(EMBEDDING, HEAD), mask_ids=said)
+    if place == "nowhere":
+        assert result.own_tables == (), "or the row was sampled by chance"
+        return
+    assert result.own_tables == ("embed_tokens.weight",)
+    assert "differs from the target's in 1 of 65 sampled rows" in result.warnings[0]
+    assert torch.equal(load_file(result.path)["embed_tokens.weight"], mine)
+
+
+@pytest.mark.parametrize("stated", [-1, 5000, True, "4003", None, [4003]])
+def test_what_is_no_row_of_a_table_is_not_looked_for(tmp_path: Path, stated: object) -> None:
+    save_file(with_tables(EMBEDDING, HEAD), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"mask_token_id": stated, "dflash_config": None}))
+    result = stream_checkpoint(str(tmp_path), tmp_path / "o.st", target=Tables(EMBEDDING, HEAD))
+    assert (result.own_tables, result.warnings) == ((), ())

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from dflash_core.drafter import scorable
-from dflash_core.drafter.scorable import require_scorable
 from dflash_core.drafter.shapes import check_tables, expected_shapes
-from dflash_core.drafter.spec import read_drafter_spec
 from dflash_core.errors import CheckpointMismatch, DraftConfigError, UnsupportedCheckpoint
 from tests.support import dialect_configs as dialects
 from tests.support.dialect_configs import (
@@ -200,38 +197,3 @@ class TestHeads:
         assert notes[:2] == tuple(
             f"without influence on proposals: dflash_config.{key}" for key in ("loss_decay_gamma", "num_anchors")
         )
-
-
-class TestScorable:
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"proposal_rule": "dflash2"},
-            {"proposal_rule": "dspark"},
-            {"row_alignment": "anchor_shifted"},
-            {"row_alignment": "shifted_short"},
-            {"window_rule": "anchor"},
-            {"draft_vocab_size": 32000},
-        ],
-        ids=str,
-    )
-    def test_every_kind_that_is_read_is_scored(self, changes: dict[str, Any]) -> None:
-        require_scorable(small(**changes), where="run/step_1")
-
-    def test_a_kind_that_is_not_computed_is_refused_with_the_fact_and_its_source(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        gap = scorable._Gap(lambda spec: spec.window_rule == "anchor", "window_rule", "windows from the anchor")
-        monkeypatch.setattr(scorable, "_GAPS", (gap,))
-        require_scorable(small(), where="run/step_1")
-        with pytest.raises(UnsupportedCheckpoint) as error:
-            require_scorable(small(window_rule="anchor", sources={"window_rule": "config.json: x"}), where="run/step_1")
-        message = str(error.value)
-        assert message.startswith("run/step_1: ")
-        assert "window_rule = 'anchor' (config.json: x)" in message
-
-    def test_plain_drafters_of_all_dialects_are_scored(self) -> None:
-        for config in (dialects.qwen3_8b_zlab(), dialects.speculators("dflash"), dialects.verl()):
-            require_scorable(read_with(config, small(), QWEN3_8B), where="c")
-        causal = read_drafter_spec(dialects.jetspec(), expected_shapes(small()), QWEN3_8B, where="c")
-        require_scorable(causal, where="c")

@@ -65,7 +65,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, list[int]]:
     st.lists(KINDS, min_size=1, max_size=6),
     st.none() | st.booleans(),
     st.integers(1, 64),
-    st.none() | st.lists(st.integers(0, 11), min_size=1, max_size=6),
+    st.none() | st.lists(st.integers(0, 10), min_size=1, max_size=6),
 )
 def test_attention_layers_and_tensors_are_those_of_the_official_model(
     kinds: list[str], is_causal: bool | None, window: int, taps: list[int] | None

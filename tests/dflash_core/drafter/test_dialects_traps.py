@@ -30,9 +30,12 @@ class TestLayers:
         assert "less 1" in spec.sources["target_layer_ids"]
 
     def test_trap_01_verl_specos_shift_is_told_as_a_doubt_because_no_file_tells_it(self) -> None:
-        (note,) = read_with(dialects.verl(), small(), QWEN3_8B).notes
-        assert "one layer less deep" in note
-        assert "drafter.config" in note
+        spec = read_with(dialects.verl(), small(), QWEN3_8B)
+        (doubt,) = spec.doubts
+        assert "one layer less deep" in doubt
+        assert "drafter.config" in doubt
+        assert spec.notes == spec.doubts
+        assert "doubts" not in spec.identity() | spec.facts()
 
     def test_trap_02_the_last_layer_is_refused_where_its_state_is_ambiguous(self) -> None:
         for config in (dialects.deepspec_block7(target_layer_ids=[1, 35]), dialects.verl(target_layer_ids=[35])):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dflash_core.acceptance import walk
-from dflash_core.drafter import extra_metrics, extra_scoring
+from dflash_core.drafter import extra_metrics
 from dflash_core.drafter.extra_metrics import ExtraMetrics, ExtraSettings
+from dflash_core.drafter.footprint import USUAL, Slicing
 from dflash_core.drafter.head import Rows
 from dflash_core.drafter.model import Anchors
 from dflash_core.drafter.scoring import score_transcripts
@@ -71,7 +72,9 @@ def logits_of(scene: Scene) -> Any:
     )
 
 
-def scored(trained: Trained, wanted: ExtraSettings, *, anchors: str = "walk") -> tuple[Rows_, dict[str, Rows_]]:
+def scored(
+    trained: Trained, wanted: ExtraSettings, *, anchors: str = "walk", slicing: Slicing = USUAL
+) -> tuple[Rows_, dict[str, Rows_]]:
     """Return the rows of blocks and those of each extra."""
     scene = trained.scene
     states = scene.states(trained.spec.target_layer_ids)
@@ -81,7 +84,9 @@ def scored(trained: Trained, wanted: ExtraSettings, *, anchors: str = "walk") ->
         wanted = ExtraSettings(
             sweep_block_sizes=wanted.sweep_block_sizes, recall_ks=wanted.recall_ks, temperatures=wanted.temperatures
         )
-    extras = ExtraMetrics(trained.head, wanted, target_logits=logits_of(scene))
+    extras = ExtraMetrics(
+        trained.head, wanted, target_logits=logits_of(scene), logits_elements=slicing.extra_logits_elements
+    )
     rows = score_transcripts(
         trained.drafter,
         trained.head,
@@ -93,6 +98,7 @@ def scored(trained: Trained, wanted: ExtraSettings, *, anchors: str = "walk") ->
         anchors=anchors,
         extras=extras,
         final_of=lambda index: states.load_final()[starts[index] : ends[index]],
+        slicing=slicing,
     )
     return rows, extras.rows()
 
@@ -397,11 +403,9 @@ def test_scoring_at_every_anchor_gives_the_same_extras_and_the_same_rows_as_with
             assert here | {"method": None} == expected | {"method": None}
 
 
-def test_slices_change_nothing(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_change_nothing(trained: Trained) -> None:
     _, expected = scored(trained, EVERYTHING)
-    monkeypatch.setattr(extra_metrics, "_LOGITS_AT_ONCE", 700)
-    monkeypatch.setattr(extra_scoring, "_BLOCKS_AT_ONCE", 3)
-    _, found = scored(trained, EVERYTHING)
+    _, found = scored(trained, EVERYTHING, slicing=Slicing(extra_logits_elements=700, extra_blocks=3))
     for name, rows in expected.items():
         for here, there in zip(found[name], rows, strict=True):
             assert here == {key: pytest.approx(one) if isinstance(one, float) else one for key, one in there.items()}
@@ -412,10 +416,9 @@ def test_logits_are_never_made_for_more_rows_than_the_budget(
 ) -> None:
     sizes = []
     logits = plain_argmax.head.logits
-    monkeypatch.setattr(extra_metrics, "_LOGITS_AT_ONCE", 5 * plain_argmax.head.num_proposable)
     monkeypatch.setattr(plain_argmax.head, "_rows_at_once", 5)
     monkeypatch.setattr(plain_argmax.head, "logits", lambda rows: sizes.append(len(rows)) or logits(rows))
-    scored(plain_argmax, EVERYTHING)
+    scored(plain_argmax, EVERYTHING, slicing=Slicing(extra_logits_elements=5 * plain_argmax.head.num_proposable))
     assert max(sizes) == 5
 
 

@@ -63,8 +63,8 @@ class TestJudging:
         reference = torch.where(torch.rand(best.shape, generator=generator) < 0.7, best, noise)
         available = [data.draw(st.integers(0, num_slots - 1)) for _ in range(num_anchors)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(judging, "_ROWS_PER_CALL", rows_per_call)
-            patch.setattr(head_module, "_RANKED_ELEMENTS", VOCAB * rows_at_once)
+            patch.setattr(judging, "ROWS_PER_CALL", rows_per_call)
+            patch.setattr(head_module, "RANKED_ELEMENTS", VOCAB * rows_at_once)
             judged = judge_blocks(head, hidden, reference, torch.tensor(available, dtype=torch.long))
         expected = [plain_judgement(logits[row], reference[row].tolist(), available[row]) for row in range(num_anchors)]
         assert list(zip(judged.accepted_A.tolist(), judged.miss_rank_A.tolist(), strict=True)) == expected
@@ -85,7 +85,7 @@ class TestJudging:
         self, monkeypatch: pytest.MonkeyPatch, rows_per_call: int, expected: list[int]
     ) -> None:
         """Three blocks: all three drafts right, the first wrong, and one whose text ends after one draft."""
-        monkeypatch.setattr(judging, "_ROWS_PER_CALL", rows_per_call)
+        monkeypatch.setattr(judging, "ROWS_PER_CALL", rows_per_call)
         head = Head(torch.eye(VOCAB), self.drafter())
         asked: list[int] = []
         logits = head.logits

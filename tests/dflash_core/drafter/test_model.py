@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_core.drafter import model as model_module
 from dflash_core.drafter.model import Anchors, Drafter
 from dflash_core.drafter.spec import DrafterSpec, backbone_shapes, expected_shapes, read_drafter_spec
 from dflash_core.target.model_config import read_model_config
@@ -28,6 +28,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "window of one": SLIDING | {"sliding_window": 1},
     "window and full": MIXED,
 }
+
+
+class TableUses(TorchDispatchMode):
+    """Notes how many numbers come out of every operation on a table."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self._table = table
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(one is self._table for one in args):
+            self.sizes.append(result.numel())
+        return result
 
 
 def make_spec(**changes: Any) -> DrafterSpec:
@@ -342,8 +357,28 @@ class TestBatching:
         self, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, budget: int
     ) -> None:
         whole = draft(drafter, features(), 3, 9, 1, 12)
-        monkeypatch.setattr(model_module, "SCORE_BUDGET_ELEMENTS", budget)
+        monkeypatch.setattr(drafter, "score_elements", budget)
         torch.testing.assert_close(draft(drafter, features(), 3, 9, 1, 12), whole, atol=1e-6, rtol=1e-5)
+
+    @pytest.mark.parametrize("tokens", [1, 3, NUM_TOKENS - 1, NUM_TOKENS, 1000])
+    def test_a_context_read_in_parts_is_the_same(
+        self, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tokens: int
+    ) -> None:
+        whole = drafter.read_context(features())
+        monkeypatch.setattr(drafter, "context_tokens", tokens)
+        for here, there in zip(drafter.read_context(features()), whole, strict=True):
+            torch.testing.assert_close(here.keys_GTE, there.keys_GTE, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(here.values_GTE, there.values_GTE, atol=1e-6, rtol=1e-5)
+
+    def test_the_embedding_stays_where_it_is(self) -> None:
+        """Only rows of tokens that occur are moved: as stored, and never the table in the computation's dtype."""
+        spec, table = make_spec(), embedding().bfloat16()
+        drafter = Drafter(spec, make_weights(spec), table, device=torch.device("cpu"), dtype=torch.float32)
+        assert drafter._embedding_VD is table
+        with TableUses(table) as uses:
+            rows = drafter.embed(torch.tensor([[5, MASK, MASK], [7, MASK, MASK]]))
+        assert rows.dtype == torch.float32
+        assert uses.sizes == [3 * D], "two anchors and the mask token"
 
     def test_the_dtype_is_that_of_the_computation(self) -> None:
         spec = make_spec()

@@ -19,6 +19,8 @@ from dflash_core import evaluation, stages
 from dflash_core.config import parse_config
 from dflash_core.drafter.head import Head, Rows
 from dflash_core.drafter.model import Drafter
+from dflash_core.drafter_reading import read_drafter
+from dflash_core.drafter_run import load_drafter
 from dflash_core.store import Store
 from dflash_core.target.head import load_embedding_and_head
 from tests.support import scene, tiny
@@ -84,7 +86,7 @@ def test_scoring_masks_what_the_targets_tokenizer_does_not_know(tmp_path: Path) 
     weights = load_file(folder / "model.safetensors")
     config = parse_config({"store": str(tmp_path / "s"), **json_config(setup)}, where="test")
     plan = stages.plan_target(config)
-    spec = evaluation.read_spec(evaluation.inspect(str(folder), config), config, plan.target.config)
+    spec = read_drafter(evaluation.inspect(str(folder), config), config, plan.target.config)
     assert spec.mask_token_id >= NUM_TOKENS
 
     def write(folder: Path) -> dict[str, str]:
@@ -92,7 +94,7 @@ def test_scoring_masks_what_the_targets_tokenizer_does_not_know(tmp_path: Path) 
         return {}
 
     artifact = Store(config.store).build(stages.DRAFTER_KIND, "k", write)
-    model, head = stages.load_drafter(plan, artifact, spec, device=CPU, dtype=torch.float32)
+    model, head = load_drafter(plan, artifact, spec, device=CPU, dtype=torch.float32)
     logits = head.logits(torch.randn(7, 64))
     assert torch.isneginf(logits[:, NUM_TOKENS:]).all()
     assert torch.isfinite(logits[:, :NUM_TOKENS]).all()

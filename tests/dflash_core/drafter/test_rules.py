@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_core.drafter import judging
+from dflash_core.drafter.footprint import Slicing
 from dflash_core.drafter.head import Head, Rows, make_head
 from dflash_core.drafter.judging import Blocks, judge_blocks
 from dflash_core.drafter.model import Anchors, Drafter
@@ -127,7 +128,7 @@ class TestJudgingAllRowsAtOnce:
             texts[number, :agreed] = torch.tensor(drafts[:agreed], dtype=torch.long)
         available = [data.draw(st.integers(0, num_drafts)) for _ in range(num_anchors)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(judging, "_ROWS_PER_CALL", rows_per_call)
+            patch.setattr(judging, "ROWS_PER_CALL", rows_per_call)
             judged = judge_blocks(head, Blocks(hidden, anchors, texts, torch.tensor(available)))
         for number, drafts in enumerate(walked):
             text = texts[number, : available[number]].tolist()
@@ -311,11 +312,10 @@ class TestWholeDrafters:
         one = scenes.train(scene, config, steps=(30,))[30]
         every = one.rows(anchors="all")
         assert max(row["num_accepted_drafts"] for row in every) > 2
-        monkeypatch.setattr("dflash_core.drafter.scoring._GROUP_TOKENS", 1)
-        monkeypatch.setattr("dflash_core.drafter.scoring._ANCHORS_AT_ONCE", 3)
-        monkeypatch.setattr("dflash_core.drafter.judging._ROWS_PER_CALL", 2)
-        assert one.rows(anchors="all") == every
-        assert one.rows() == [row for row in every if row["is_on_walk"]]
+        monkeypatch.setattr("dflash_core.drafter.judging.ROWS_PER_CALL", 2)
+        few = Slicing(group_tokens=1, num_anchors=3)
+        assert one.rows(anchors="all", slicing=few) == every
+        assert one.rows(slicing=few) == [row for row in every if row["is_on_walk"]]
 
 
 class TestCeiling:
@@ -379,3 +379,14 @@ class TestCeiling:
         emitted = [row["num_emitted_tokens"] for row in self.rows(rule)]
         assert set(emitted[:-1]) == {ceiling}
         assert sum(emitted) == 40
+
+
+def test_a_map_of_target_ids_is_refused_where_it_is_used() -> None:
+    kept = torch.tensor([token for token in range(150) if token % 3])
+    facts = Facts(draft_vocab_size=100, vocab_size=400)
+    with pytest.raises(UnsupportedCheckpoint, match="subtract 0, 1, 2"):
+        make_head(torch.randn(100, WIDTH), facts, {"d2t": kept})  # type: ignore[arg-type]
+    t2d = torch.zeros(400, dtype=torch.bool)
+    t2d[kept] = True
+    with pytest.raises(UnsupportedCheckpoint, match="t2d does not keep"):
+        make_head(torch.randn(100, WIDTH), facts, {"d2t": torch.zeros(100, dtype=torch.long), "t2d": t2d})  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch import Tensor
 from dflash_core import progress
 from dflash_core.acceptance import walk
 from dflash_core.drafter import judging, scoring
+from dflash_core.drafter.footprint import USUAL, Slicing
 from dflash_core.drafter.head import Head
 from dflash_core.drafter.model import Anchors, Drafter
 from dflash_core.drafter.scoring import score_transcripts
@@ -117,6 +118,7 @@ def score(
     anchors: str,
     block_size: int,
     limit: int,
+    slicing: Slicing = USUAL,
 ) -> list[Row]:
     if margins is None:
         margins = torch.full((sum(one.num_tokens for one in transcripts),), math.inf)
@@ -129,6 +131,7 @@ def score(
         block_size=block_size,
         max_new_tokens=limit,
         anchors=anchors,
+        slicing=slicing,
     )
 
 
@@ -211,9 +214,9 @@ class TestScoring:
         drafter.drafted.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scoring, "_FREE_BLOCKS", free_blocks)
-            patch.setattr(scoring, "_ANCHORS_AT_ONCE", anchors_at_once)
-            patch.setattr(judging, "_ROWS_PER_CALL", rows)
-            taken = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit)
+            patch.setattr(judging, "ROWS_PER_CALL", rows)
+            slicing = Slicing(num_anchors=anchors_at_once)
+            taken = score(drafter, transcripts, anchors="walk", block_size=block_size, limit=limit, slicing=slicing)
         assert taken == [row for row in every if row["is_on_walk"]]
         visited = {(int(row["prompt_id"][1:]), row["anchor_index"]) for row in taken}
         assert visited <= set(drafter.drafted)
@@ -257,9 +260,7 @@ class TestScoring:
 
     @pytest.mark.parametrize("group_tokens", [1, 12, 10_000])
     @pytest.mark.parametrize("anchors", ["walk", "all"])
-    def test_groups_of_transcripts_give_the_same_rows(
-        self, monkeypatch: pytest.MonkeyPatch, group_tokens: int, anchors: str
-    ) -> None:
+    def test_groups_of_transcripts_give_the_same_rows(self, group_tokens: int, anchors: str) -> None:
         generator = torch.Generator().manual_seed(1)
         responses = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (7, 1, 5, 9)]
         script = [
@@ -270,25 +271,23 @@ class TestScoring:
         margins = torch.rand(sum(one.num_tokens for one in transcripts), generator=generator) * 3 * TIE_MARGIN
         drafter = ScriptedDrafter(script, [1, 2, 3, 4], block_size=3)
 
-        def rows() -> list[Row]:
-            return score(drafter, transcripts, margins, anchors=anchors, block_size=3, limit=9)
+        def rows(slicing: Slicing) -> list[Row]:
+            return score(drafter, transcripts, margins, anchors=anchors, block_size=3, limit=9, slicing=slicing)
 
-        expected = rows()
-        monkeypatch.setattr(scoring, "_GROUP_TOKENS", group_tokens)
-        monkeypatch.setattr(scoring, "_ANCHORS_AT_ONCE", 2)
-        assert rows() == expected
+        expected = rows(USUAL)
+        assert rows(Slicing(group_tokens=group_tokens, num_anchors=2)) == expected
         assert {row["is_near_tie"] for row in expected} == {True, False}, (
             "margins are taken at each transcript's own place"
         )
 
     @pytest.mark.parametrize("anchors", ["walk", "all"])
-    def test_progress_rises_to_the_total(self, anchors: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scoring, "_GROUP_TOKENS", 8)
+    def test_progress_rises_to_the_total(self, anchors: str) -> None:
         transcripts = [transcript(number, 1, [1, 2, 3, 4, 5]) for number in range(3)]
         drafter = ScriptedDrafter([[[0]] * 5] * 3, [1, 1, 1], block_size=2)
         told: list[tuple[str, float, float]] = []
         with progress.listening(lambda *report: told.append(report)):
-            score(drafter, transcripts, anchors=anchors, block_size=2, limit=9)
+            slicing = Slicing(group_tokens=8)
+            score(drafter, transcripts, anchors=anchors, block_size=2, limit=9, slicing=slicing)
         assert {stage for stage, _, _ in told} == {"run_drafter"}
         assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
         assert told[0][1] > 0, "told of work that is done"
@@ -328,11 +327,8 @@ class TestNearTies:
         assert [anchor for anchor, tie in self.rows(margins, self.RIGHT).items() if tie] == right
 
     @pytest.mark.parametrize("group_tokens", [1, 10_000])
-    def test_margins_belong_to_the_transcript_at_whose_place_they_stand(
-        self, monkeypatch: pytest.MonkeyPatch, group_tokens: int
-    ) -> None:
+    def test_margins_belong_to_the_transcript_at_whose_place_they_stand(self, group_tokens: int) -> None:
         """Texts of 2 + 3, 1 + 0, 1 + 2 and 3 + 2 tokens; the close choice is the third text's only one."""
-        monkeypatch.setattr(scoring, "_GROUP_TOKENS", group_tokens)
         transcripts = [
             transcript(0, 2, [1, 2, 3]),
             transcript(1, 1, []),
@@ -342,7 +338,8 @@ class TestNearTies:
         drafter = ScriptedDrafter([[[0]] * 3, [], [[0]] * 2, [[0]] * 2], [2, 1, 1, 3], block_size=2)
         margins = torch.full((14,), math.inf)
         margins[5 + 1 + 1] = 0.0
-        rows = score(drafter, transcripts, margins, anchors="walk", block_size=2, limit=9)
+        slicing = Slicing(group_tokens=group_tokens)
+        rows = score(drafter, transcripts, margins, anchors="walk", block_size=2, limit=9, slicing=slicing)
         assert [(row["prompt_id"], row["anchor_index"]) for row in rows if row["is_near_tie"]] == [("p2", 0)]
 
     @pytest.mark.parametrize(
@@ -374,18 +371,27 @@ def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         store_dtype="float32",
     )
     vectors = load_embedding_and_head(target)
-    drafter = Drafter(spec, weights, vectors.embedding_VD, device=torch.device("cpu"), dtype=torch.float32)
 
-    def rows(anchors: str) -> list[Row]:
+    def rows(anchors: str, slicing: Slicing = USUAL) -> list[Row]:
+        drafter = Drafter(
+            spec,
+            weights,
+            vectors.embedding_VD,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            score_elements=slicing.score_elements,
+            context_tokens=slicing.context_tokens,
+        )
         return score_transcripts(
             drafter,
-            Head(vectors.head_VD, drafter),
+            Head(vectors.head_VD, drafter, logits_elements=slicing.logits_elements),
             transcripts,
             lambda index: tiny.features_of(spec, transcripts, states, index),
             states.load_margins(),
             block_size=8,
             max_new_tokens=40,
             anchors=anchors,
+            slicing=slicing,
         )
 
     return rows
@@ -406,13 +412,11 @@ class TestRealDrafter:
         assert max(ranks) <= tiny.VOCAB
         assert 50 < sum(ranks) / len(ranks) < 110, "no better than chance, which is 80"
 
-    def test_slices_and_groups_change_no_row(self, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slices_and_groups_change_no_row(self, rows_of: Any) -> None:
         expected = rows_of("all")
-        monkeypatch.setattr(scoring, "_GROUP_TOKENS", 1)
-        monkeypatch.setattr(scoring, "_ANCHORS_AT_ONCE", 5)
-        monkeypatch.setattr("dflash_core.drafter.model.SCORE_BUDGET_ELEMENTS", 1000)
-        assert rows_of("all") == expected
-        assert rows_of("walk") == [row for row in expected if row["is_on_walk"]]
+        few = Slicing(group_tokens=1, num_anchors=5, score_elements=1000, logits_elements=500, context_tokens=7)
+        assert rows_of("all", few) == expected
+        assert rows_of("walk", few) == [row for row in expected if row["is_on_walk"]]
 
 
 def test_an_unknown_mode_or_block_size_is_a_mistake_of_the_caller(tmp_path: Path) -> None:

@@ -211,13 +211,23 @@ class TestTarget:
     def test_the_depth_need_not_be_stated(self) -> None:
         assert read(without=("num_target_layers",)).target_layer_ids == (3, 1, 5)
 
-    @pytest.mark.parametrize("layer", [36, -1, 1000])
+    @pytest.mark.parametrize("layer", [36, -2, 1000])
     def test_a_layer_outside_the_target_is_named(self, layer: int) -> None:
         with pytest.raises(CheckpointMismatch, match=f"name layer {layer}, but the target has layers 0..35"):
             read(nested={"target_layer_ids": [1, layer, 3]})
 
-    def test_the_last_layer_is_inside(self) -> None:
-        assert read(nested={"target_layer_ids": [1, 2, 35]}).target_layer_ids == (1, 2, 35)
+    def test_the_last_layer_is_inside_where_it_is_said_how_its_state_was_taken(self) -> None:
+        """The official loop takes it after the final norm, serving engines before: no key of a trainer tells."""
+        taps = {"target_layer_ids": [1, 2, 35]}
+        assert read(nested=taps | {"last_layer_before_norm": True}).target_layer_ids == (1, 2, 35)
+        for more in ({}, {"last_layer_before_norm": False}):
+            with pytest.raises(UnsupportedCheckpoint, match="35, the target's last layer") as error:
+                read(nested=taps | more)
+            assert "add last_layer_before_norm: true" in one_line(error)
+
+    def test_the_embeddings_output_is_no_layer(self) -> None:
+        with pytest.raises(UnsupportedCheckpoint, match="names -1, the target's embedding output"):
+            read(nested={"target_layer_ids": [-1, 2, 35]})
 
     @pytest.mark.parametrize("bad", [[], [1, "2", 3], [1, True, 3], [1.0, 2, 3], "1,2,3", 5], ids=repr)
     def test_a_malformed_list_is_refused(self, bad: Any) -> None:
