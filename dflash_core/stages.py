@@ -1,6 +1,7 @@
 """The stages of an evaluation: plain values in, a small manifest out, artifacts in the store between.
 
-Tensors never leave a stage. Prefect tasks call these functions, and so may anybody else.
+Tensors never leave a stage. Prefect tasks call these functions, and so may anybody else. What computes is imported
+by the stage that does: finding what the store holds loads no torch.
 
     plan_target ─ write_transcripts ─ extract_hidden_states ┐
                   stream_drafter ───────────────────────────┴ run_drafter ─ evaluation.done_record ─ database
@@ -15,39 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import polars
-import torch
-from safetensors.torch import load_file
 
 from dflash_core import progress
 from dflash_core.checkpoints import CheckpointInspection, stream_checkpoint
+from dflash_core.checkpoints.tables import mask_token_ids
 from dflash_core.config import Config
-from dflash_core.drafter import scoring
-from dflash_core.drafter.extra_metrics import ExtraMetrics
-from dflash_core.drafter.head import Head, make_head
-from dflash_core.drafter.model import Drafter
 from dflash_core.drafter.spec import DrafterSpec
-from dflash_core.errors import ArtifactDamaged, UnsupportedCheckpoint
-from dflash_core.extras import make_extra_metrics, write_extras
+from dflash_core.drafter_reading import read_json
+from dflash_core.errors import ArtifactDamaged
+from dflash_core.extras import write_extras
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Artifact, digest
 from dflash_core.store_opening import store_of
 from dflash_core.target import hidden_states as hidden
 from dflash_core.target import transcripts as written
+from dflash_core.target.cpu import cpu_dtype, host_threads
 from dflash_core.target.given import FileSource
-from dflash_core.target.head import TargetTables, load_embedding_and_head
+from dflash_core.target.head import TargetTables
+from dflash_core.target.kept_renderings import FOLDER as RENDERINGS
 from dflash_core.target.loading import Target, resolve_target
 from dflash_core.target.prompts import Prompt, load_prompts
-from dflash_core.target.runtime import DTYPES, cpu_dtype, host_threads, using_threads
-from dflash_core.target.servers.source import ServerSource
-from dflash_core.target.vocabulary import num_token_rows
+from dflash_core.target.rendered import rendered
 
 DRAFTER_KIND = "drafter"
-BLOCKS_KIND = "blocks"
 WEIGHTS_NAME = "weights.safetensors"
+BLOCKS_KIND = "blocks"
 BLOCKS_NAME = "blocks.parquet"
-STREAMING_VERSION = 2
+STREAMING_VERSION = 3
 """Raised when streaming the same checkpoint would write other tensors."""
-_ROWS_CHECKED_AT_ONCE = 4096
 
 Manifest = dict[str, Any]
 """What a stage returns: kind, key, was_built and meta of its artifact."""
@@ -74,15 +70,20 @@ def plan_target(config: Config) -> TargetPlan:
         ConfigError: the continuations are to come from a server without an address.
     """
     prompts = load_prompts(config.prompts)
-    target = resolve_target(config.target.model, store_of(config))
+    store = store_of(config)
+    target = resolve_target(config.target.model, store)
     compute_dtype = cpu_dtype(config.target.compute_dtype, target)
     store_dtype = config.target.store_dtype
     if store_dtype == "auto" and config.target.compute_dtype == "float32":
         store_dtype = "float32"
     settings = config.completions
     source = _source(config, prompts, compute_dtype)
-    rendering = written.render_prompts(
-        target, prompts, thinking=settings.thinking, max_new_tokens=settings.max_new_tokens
+    rendering = rendered(
+        target,
+        tuple(prompts),
+        thinking=settings.thinking,
+        max_new_tokens=settings.max_new_tokens,
+        kept_in=store.root / RENDERINGS,
     )
     return TargetPlan(
         target=target,
@@ -98,6 +99,8 @@ def _source(config: Config, prompts: Sequence[Prompt], compute_dtype: str) -> wr
     """Return who continues the prompts; nothing is asked or loaded yet."""
     settings = config.completions
     if settings.source == "server":
+        from dflash_core.target.servers.source import ServerSource
+
         return ServerSource(settings=settings)
     if settings.source == "file":
         return FileSource(prompts=tuple(prompts))
@@ -117,13 +120,33 @@ def write_transcripts(config: Config) -> Manifest:
     return _manifest(artifact)
 
 
+def keep_target_tables(config: Config) -> Manifest:
+    """Keep in the store what a box that only runs drafters needs of the target, or find it there."""
+    from dflash_core.target.kept_tables import keep_tables
+
+    store = store_of(config)
+    return _manifest(keep_tables(store, resolve_target(config.target.model, store)))
+
+
 def drafter_key(inspection: CheckpointInspection, config: Config) -> str:
     """Return the key of the drafter's own tensors, from the identity that the index gives.
 
-    Which embedding and head are the drafter's own depends on the target, where the checkpoint holds some.
+    Which embedding and head are the drafter's own depends on the target and on what is called the mask token, where
+    the checkpoint holds some.
+
+    Raises:
+        DraftConfigError: the configured draft config cannot be read.
     """
-    target = resolve_target(config.target.model, store_of(config)).identity if inspection.has_tables else None
-    return digest(DRAFTER_KIND, STREAMING_VERSION, inspection.ref.identity, target)
+    if not inspection.has_tables:
+        return digest(DRAFTER_KIND, STREAMING_VERSION, inspection.ref.identity)
+    target = resolve_target(config.target.model, store_of(config)).identity
+    masks = mask_token_ids(inspection.config, inspection.facts) | _configured_mask_ids(config)
+    return digest(DRAFTER_KIND, STREAMING_VERSION, inspection.ref.identity, target, sorted(masks))
+
+
+def _configured_mask_ids(config: Config) -> set[int]:
+    """Return what the configured draft config calls the mask token; nothing where there is no such config."""
+    return mask_token_ids(read_json(config.drafter.config), {}) if config.drafter.config is not None else set()
 
 
 def stream_drafter(checkpoint: str, config: Config, identity: str, key: str) -> Manifest:
@@ -149,7 +172,8 @@ def stream_drafter(checkpoint: str, config: Config, identity: str, key: str) -> 
                 run=config.run,
                 expected_identity=identity,
                 target=TargetTables(target),
-                on_progress=lambda done, total: progress.report("stream_checkpoint", done, total),
+                mask_ids=_configured_mask_ids(config),
+                on_progress=lambda done, total: progress.report("stream_checkpoint", done, total, unit="bytes"),
             )
             os.replace(streamed.path, folder / WEIGHTS_NAME)
         return {
@@ -209,6 +233,8 @@ def is_prepared(config: Config, plan: TargetPlan, layers: tuple[int, ...]) -> bo
 
 def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
     """Run the target once over its transcripts and keep the states of some layers, or find them."""
+    from dflash_core.target.runtime import using_threads
+
     plan = plan_target(config)
     transcripts = read_transcripts(config, plan)
     with using_threads(host_threads()):
@@ -220,14 +246,19 @@ def extract_hidden_states(config: Config, layers: tuple[int, ...]) -> Manifest:
             compute_dtype=plan.compute_dtype,
             store_dtype=plan.store_dtype,
         )
-    facts = ("num_tokens", "num_judged", "num_not_greedy", "num_near_ties", "method", "warnings")
     name = written.transcripts_digest(transcripts)
     return {
         "kind": hidden.KIND,
         "key": hidden_states_key(plan, name, layers),
         "was_built": states.was_built,
-        "meta": {"layers": list(layers)} | {fact: states.choices.meta[fact] for fact in facts},
+        "meta": states_meta(states, layers),
     }
+
+
+def states_meta(states: hidden.HiddenStates, layers: Sequence[int]) -> dict[str, Any]:
+    """Return what later stages need to know of stored states."""
+    facts = ("num_tokens", "num_judged", "num_not_greedy", "num_near_ties", "method", "warnings")
+    return {"layers": list(layers)} | {fact: states.choices.meta[fact] for fact in facts}
 
 
 def blocks_key(spec: Mapping[str, Any]) -> str:
@@ -248,7 +279,10 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
     Raises:
         ArtifactDamaged: an earlier stage's artifact is no longer in the store; run the flow again.
         UnsupportedCheckpoint: the weights hold NaN or infinity.
+        DoesNotFit: the device of the spec has no room for it, even one block at a time.
     """
+    from dflash_core.drafter_run import score_drafter
+
     store = store_of(config)
 
     def write(folder: Path) -> dict[str, Any]:
@@ -259,8 +293,8 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
         if states is None or weights is None:
             raise ArtifactDamaged(f"hidden states or drafter vanished from the store {store}; evaluate again")
         with store.reading(weights, states.final, states.choices, *states.layers.values()):
-            rows, extras = _score(plan, transcripts, states, weights, drafter, spec)
-        frame = polars.DataFrame(rows, schema=BLOCK_SCHEMA)
+            scored = score_drafter(plan, transcripts, states, weights, drafter, spec)
+        frame = polars.DataFrame(scored.rows, schema=BLOCK_SCHEMA)
         frame.write_parquet(folder / BLOCKS_NAME)
         return {
             "num_blocks": frame.height,
@@ -269,80 +303,11 @@ def run_drafter(config: Config, spec: Mapping[str, Any], drafter_artifact_key: s
             "target": plan.target.name,
             "transcripts": spec["tokens_digest"],
             "weights_sha256": spec["weights_sha256"],
-            "extras": write_extras(folder, extras),
+            "extras": write_extras(folder, scored.extras),
+            "memory": scored.memory.facts(),
         }
 
     return _manifest(store.build(BLOCKS_KIND, blocks_key(spec), write))
-
-
-def _score(
-    plan: TargetPlan,
-    transcripts: list[written.Transcript],
-    states: hidden.HiddenStates,
-    weights: Artifact,
-    drafter: DrafterSpec,
-    spec: Mapping[str, Any],
-) -> tuple[list[dict[str, Any]], ExtraMetrics | None]:
-    """Return the rows of blocks, and what counted the extras, where some are wanted."""
-    device, dtype = torch.device(spec["device"]), DTYPES[spec["drafter_dtype"]]
-    model, head = load_drafter(plan, weights, drafter, device=device, dtype=dtype)
-    layers = [states.load_layer(layer) for layer in drafter.target_layer_ids]
-    ends = torch.tensor([transcript.num_tokens for transcript in transcripts]).cumsum(0).tolist()
-    starts = [0, *ends]
-
-    def features_of(index: int) -> torch.Tensor:
-        return torch.cat([layer[starts[index] : ends[index]] for layer in layers], dim=-1)
-
-    has_own_head = "lm_head.weight" in weights.meta["own_tables"]
-    extras = make_extra_metrics(plan.target, head, spec, has_own_head=has_own_head)
-    final_TD = states.load_final()
-    rows = scoring.score_transcripts(
-        model,
-        head,
-        transcripts,
-        features_of,
-        states.load_margins(),
-        block_size=spec["block_size"],
-        max_new_tokens=spec["max_new_tokens"],
-        anchors=spec["anchors"],
-        extras=extras,
-        final_of=lambda index: final_TD[starts[index] : ends[index]],
-    )
-    return rows, extras
-
-
-def load_drafter(
-    plan: TargetPlan, weights: Artifact, drafter: DrafterSpec, *, device: torch.device, dtype: torch.dtype
-) -> tuple[Drafter, Head]:
-    """Load a streamed drafter and the target's embedding and head, ready to draft.
-
-    Raises:
-        UnsupportedCheckpoint: its weights hold NaN or infinity, or no head over its reduced vocabulary.
-    """
-    tensors = load_file(weights.file(WEIGHTS_NAME))
-    _check_finite(tensors)
-    embedding_VD, head_VD = load_embedding_and_head(plan.target)
-    # Present only where the drafter has its own: copies of the target's are not fetched.
-    embedding_VD = tensors.pop("embed_tokens.weight", embedding_VD)
-    head_VD = tensors.pop("lm_head.weight", head_VD)
-    model = Drafter(drafter, tensors, embedding_VD, device=device, dtype=dtype)
-    num_rows = num_token_rows(plan.target.folder, plan.target.config)
-    return model, make_head(head_VD, model, tensors, num_token_rows=num_rows)
-
-
-def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights with NaN or infinity: they would score as the worst drafter instead of as none.
-
-    Raises:
-        UnsupportedCheckpoint: with the tensor's name.
-    """
-    for name, tensor in tensors.items():
-        # In parts: an embedding of its own is large, and stays on disk.
-        num_bad = sum(part.numel() - int(torch.isfinite(part).sum()) for part in tensor.split(_ROWS_CHECKED_AT_ONCE))
-        if num_bad:
-            raise UnsupportedCheckpoint(
-                f"{num_bad} of the {tensor.numel()} numbers in {name} are NaN or infinite; the training run diverged"
-            )
 
 
 def read_transcripts(config: Config, plan: TargetPlan) -> list[written.Transcript]:

@@ -4,6 +4,7 @@
     <root>/<kind>/<key>/<files>
     <root>/unfinished/<kind>-<key>/       what a killed or cut off builder had, for the next one to go on with
     <root>/locks/<kind>-<key>.lock        one builder at a time, or many readers; freed when a process dies
+    <root>/renderings/                    prompts as token ids, a few small files that renew themselves
 
 A builder writes into a temporary folder beside the final one; files are flushed to disk, the manifest
 is written last and the folder renamed. A crash leaves nothing or a whole artifact. An artifact whose
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_core import refreshing
 from dflash_core.errors import ArtifactDamaged, ConfigError
 
 MANIFEST_NAME = "manifest.json"
@@ -106,8 +108,11 @@ class Store:
 
         A file whose size and modification time are as published is taken as it is; one that was
         touched since is compared by its digest. To find an artifact is to use it: the manifest's own
-        time says when that was last (access times are switched off on many disks).
+        time says when that was last (access times are switched off on many disks). What is to be made
+        again (see `refreshing`) is not found before it was.
         """
+        if refreshing.is_due(kind, key):
+            return None
         folder = self.folder(kind, key)
         try:
             manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -188,11 +193,21 @@ class Store:
             entries = [_entry(temporary, path) for path in sorted(temporary.rglob("*")) if path.is_file()]
             manifest = {"kind": kind, "key": key, "seconds": seconds, "files": entries, "meta": meta}
             write_durably(temporary / MANIFEST_NAME, json.dumps(manifest, indent=1, allow_nan=False))
+            before = self._digests_of(kind, key) if refreshing.is_due(kind, key) else {}
             replace_folder(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        refreshing.note(kind, key, before, {entry["name"]: entry["sha256"] for entry in entries})
         return Artifact(kind=kind, key=key, path=final, meta=meta, was_built=True)
+
+    def _digests_of(self, kind: str, key: str) -> dict[str, str]:
+        """Return the digest of each file of an artifact, as its manifest has them; empty where there is none."""
+        try:
+            manifest = json.loads((self.folder(kind, key) / MANIFEST_NAME).read_text(encoding="utf-8"))
+            return {entry["name"]: entry["sha256"] for entry in manifest["files"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def lock_path(self, kind: str, key: str) -> Path:
         """Return the file whose lock an artifact's builders and readers hold."""
@@ -274,18 +289,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Rename a whole artifact into place; a damaged one that is there goes, and one that came there meanwhile."""
-    if final.exists():
-        shutil.rmtree(final)
+    """Rename a whole artifact into place; one that is there goes, and one that came there meanwhile.
+
+    The old one is renamed first: to remove its files takes longer than that, and nobody should find half of it.
+    """
+    aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     while True:
         try:
             temporary.rename(final)
+            break
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(final)
-        else:
-            break
+        with suppress(FileNotFoundError):
+            final.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
     sync_folder(final.parent)
 
 

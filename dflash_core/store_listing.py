@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from dflash_core.store import MANIFEST_NAME, Store, lock_of_unfinished
 from dflash_core.store_remote import RemoteStore
 
-NOT_KINDS = frozenset({"unfinished", "locks", "due"})
+NOT_KINDS = frozenset({"unfinished", "locks", "due", "unsent", "renderings"})
 """Folders of a store that hold no artifacts."""
 KEY = re.compile(r"[0-9a-f]{32}")
 TEMPORARY = re.compile(r"\.(?P<key>.+)\.[0-9a-f]{8}\.tmp")

@@ -2,7 +2,8 @@
 
     <mirror>/<digest of the URL>/           a local store: what was made here, or brought here
         mirror.json                         the URL, for people, and eight digits that name this mirror
-        due/<kind>-<key>                    made here and not known to be in the store yet
+        due/<kind>-<key>                    made here and not known to be in the store yet; holds the manifest that
+                                            gives way to it there
 
 To find an artifact is to have it whole in the mirror: what is not there is downloaded, its lengths checked and its
 digests compared while it arrives, and then published in the mirror like anything built here. To build one is to
@@ -23,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dflash_core import progress
+from dflash_core import progress, refreshing
 from dflash_core.errors import DoesNotFit, HostError, HostUnreachable
 from dflash_core.store import MANIFEST_NAME, Artifact, Store, replace_folder, write_durably
 from dflash_core.store_files import FileMissing, RemoteFiles
@@ -72,6 +73,8 @@ class RemoteStore(Store):
             HostError: the store cannot be reached, or refuses.
             DoesNotFit: the mirror's disk is too full.
         """
+        if refreshing.is_due(kind, key):
+            return None
         mirrored = super().find(kind, key)
         if mirrored is None:
             return self._fetch(kind, key)
@@ -83,10 +86,22 @@ class RemoteStore(Store):
 
     def _publish(self, kind: str, key: str, write: Callable[[Path], Mapping[str, Any]]) -> Artifact:
         """Build in the mirror, then upload; the artifact's lock is ours."""
-        with self._marked(kind, key):
+        replaced = read_published(self.files, kind, key) if refreshing.is_due(kind, key) else None
+        with self._marked(kind, key, replaced):
             artifact = super()._publish(kind, key, write)
         with self.lock(f"send-{kind}", key):
             return self._send(artifact, may_adopt=True)
+
+    def _digests_of(self, kind: str, key: str) -> dict[str, str]:
+        mirrored = super()._digests_of(kind, key)
+        if mirrored:
+            return mirrored
+        published = read_published(self.files, kind, key)
+        return {} if published is None else {file.name: file.sha256 for file in published.files}
+
+    def look_again(self) -> None:
+        """Look for what lies in the mirror in the store again, now: another box may have made it anew."""
+        self.files.looked_at.clear()
 
     def _keep_published(self, artifact: Artifact) -> Artifact:
         """Upload what is due or not there any more, of what lies in the mirror; look at most once a minute."""
@@ -99,7 +114,8 @@ class RemoteStore(Store):
             if not is_due:
                 files.looked_at[kind, key] = now
                 published = read_published(files, kind, key)
-                if published is not None and sizes_fit(files, published):
+                is_same = published is not None and self._is_mirrored(published)
+                if published is not None and is_same and sizes_fit(files, published):
                     files.touch(f"{kind}/{key}/{MANIFEST_NAME}")
                     return artifact
                 self._mark(kind, key)
@@ -112,6 +128,11 @@ class RemoteStore(Store):
                 raise
             files.away_until = time.monotonic() + LOOK_AGAIN_S
             return artifact  # it is here, and nobody waits for it that we know of
+
+    def _is_mirrored(self, published: Published) -> bool:
+        """Tell whether the mirror's copy is the one that is published now; another box may have made it anew."""
+        mirrored = super()._digests_of(published.kind, published.key)
+        return mirrored == {file.name: file.sha256 for file in published.files}
 
     def _send_or_adopt(self, artifact: Artifact) -> Artifact:
         """Send; take another box's publication in its place only while nobody here reads or builds it."""
@@ -130,6 +151,7 @@ class RemoteStore(Store):
         kind, key = artifact.kind, artifact.key
         total = sum(path.stat().st_size for path in artifact.path.rglob("*") if path.name != MANIFEST_NAME)
         sent = _Counter(UPLOADING, f"{kind} {key[:8]}", total)
+        replaced = self._replaced(kind, key)
         try:
             for _ in range(_ATTEMPTS):
                 outcome = publish(
@@ -138,7 +160,7 @@ class RemoteStore(Store):
                     kind,
                     key,
                     author=self._name(),
-                    is_damaged=lambda one: self._damaged.get((kind, key)) == one.text,
+                    is_damaged=lambda one: one.text in (replaced, self._damaged.get((kind, key))),
                     on_sent=sent.add,
                 )
                 theirs = None
@@ -246,15 +268,24 @@ class RemoteStore(Store):
     def _due(self, kind: str, key: str) -> Path:
         return self.root / "due" / f"{kind}-{key}"
 
-    def _mark(self, kind: str, key: str) -> None:
+    def _replaced(self, kind: str, key: str) -> bytes:
+        """Return the manifest of the publication that gives way to what is due; empty where none does."""
+        try:
+            return self._due(kind, key).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _mark(self, kind: str, key: str, replaced: Published | None = None) -> None:
         path = self._due(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+        if replaced is not None:
+            path.write_bytes(replaced.text)
 
     @contextmanager
-    def _marked(self, kind: str, key: str) -> Iterator[None]:
+    def _marked(self, kind: str, key: str, replaced: Published | None) -> Iterator[None]:
         """Mark an artifact as due before it is there, so that a kill in between leaves it due."""
-        self._mark(kind, key)
+        self._mark(kind, key, replaced)
         try:
             yield
         except BaseException:
@@ -287,7 +318,7 @@ class _Counter:
     def add(self, num_bytes: int) -> None:
         """Count some more; a try that failed takes back what it had counted."""
         self._done += num_bytes
-        progress.report(self._stage, min(self._done, self._total), self._total, self._detail)
+        progress.report(self._stage, min(self._done, self._total), self._total, self._detail, unit="bytes")
 
 
 def _built(artifact: Artifact, *, was_built: bool) -> Artifact:

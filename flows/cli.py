@@ -39,11 +39,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("probe", "Ask every host of the config what it has; one that is down is a row")
     inspect = add("inspect", "Layout, tensors, bytes to read and to skip, readiness; reads the index only")
     inspect.add_argument("checkpoint", metavar="CHECKPOINT")
-    add("prepare", "Transcripts and hidden states of the target, once")
+    prepare = add("prepare", "Transcripts and hidden states of the target, once")
+    _add_refresh(prepare, "transcripts, hidden_states or all")
     evaluate = add("evaluate", "Score checkpoints")
     evaluate.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+")
     _add_conditions(evaluate)
     evaluate.add_argument("--blocks", action="store_true", help="add the tokens emitted per verification step")
+    _add_refresh(evaluate, "transcripts, hidden_states, drafter, blocks, results or all")
+    evaluate.add_argument(
+        "--prepare",
+        metavar="WHERE",
+        help="who runs the target where the store lacks its part: here, or a Prefect deployment that is waited for "
+        "(default: prepare-target/prepare-target where that can help and a worker is up, else here)",
+    )
     watch = add("watch", "Score each checkpoint of a run that becomes ready")
     _add_watch(watch)
     _add_conditions(watch)
@@ -60,6 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sql(add("sql", "Query the results, read-only"))
     report = add("report", "One self-contained HTML file")
     report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html beside the database)")
+    report.add_argument("--baseline", metavar="R", help="what the others are compared with, as in `compare`")
+    report.add_argument(
+        "--no-drafts", action="store_true", help="leave out the drafts of the best and worst prompts: faster"
+    )
     text = "What the store holds, and making room in it"
     _add_store(commands.add_parser("store", help=text, description=text), common)
     return parser
@@ -90,7 +102,14 @@ def _add_show(show: argparse.ArgumentParser) -> None:
     )
     show.add_argument("prompt", metavar="PROMPT", nargs="?", help="id of a prompt (default: the first)")
     show.add_argument("--against", metavar="B", help="a second checkpoint, side by side")
-    show.add_argument("--probabilities", action="store_true", help="the drafter's probabilities and ranks too")
+    show.add_argument(
+        "--probabilities",
+        action="store_true",
+        help="add the drafter's probability of each draft: softmax, at temperature 1, of the scores that chose it (of "
+        "DSpark the Markov head's bias included, of DFlash2 the selector's over its candidates); in brackets what "
+        "DSpark's confidence head says of it, trained on the chance of acceptance when both draw at temperature 1; "
+        "and the rank and probability of the target's token at the first miss",
+    )
     _add_conditions(show)
 
 
@@ -156,6 +175,16 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
         "--deployment",
         metavar="NAME",
         help="have a Prefect deployment score them, such as evaluate-checkpoint/evaluate-checkpoint",
+    )
+
+
+def _add_refresh(parser: argparse.ArgumentParser, stages: str) -> None:
+    parser.add_argument(
+        "--refresh",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help=f"make a stage again, and what is made from it, whatever is stored: {stages} (may be repeated)",
     )
 
 

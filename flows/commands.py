@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_core.config import Config, load_config, with_overrides
 from dflash_core.errors import DFlashEvalError, UnsupportedCheckpoint, one_line
 from flows import screen
+from flows.extras_table import extras_lines
 
 if TYPE_CHECKING:
     from dflash_core.hosts.report import HostReport
@@ -54,11 +55,11 @@ def probe(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """Show what a checkpoint is, from its index alone."""
-    from dflash_core import evaluation
+    from dflash_core.checkpoints import inspect_checkpoint
     from flows.inspecting import inspection_json, show_inspection
 
     config = load_config(options.config)
-    inspection = evaluation.inspect(options.checkpoint, config)
+    inspection = inspect_checkpoint(options.checkpoint, hosts=config.hosts, run=config.run)
     if options.json:
         screen.print_json(inspection_json(inspection, config))
     else:
@@ -71,16 +72,23 @@ def inspect(options: argparse.Namespace) -> int:
 
 def prepare(options: argparse.Namespace) -> int:
     """Have the target do its part, once."""
+    from dflash_core import refreshing
+
+    refresh: list[Any] = refreshing.require_stages(options.refresh, refreshing.OF_TARGET)
     with _prefect(load_config(options.config), options):
         from flows.prepare_target import prepare_target
 
-        result = prepare_target(options.config)
+        result = prepare_target(options.config, refresh=refresh or None)
+    for warning in result["warnings"]:
+        screen.say(f"warning: {warning}")
     if options.json:
         screen.print_json(result)
         return 0
     transcripts, states = result["transcripts"], result["hidden_states"]
     row = {
         "target": result["target"],
+        "identity": result["target_identity"],
+        **({"for boxes without it": result["kept_as"]} if result["kept_as"] else {}),
         "transcripts": transcripts["num_transcripts"],
         "tokens": transcripts["num_tokens"],
         "compute dtype": transcripts["compute_dtype"] or f"from the {transcripts['source']}",
@@ -93,10 +101,13 @@ def prepare(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Score checkpoints; one that fails does not stop the others."""
+    from dflash_core.refreshing import refreshing
+
     config = with_overrides(load_config(options.config), block_size=options.block_size, device=options.device)
     results: list[dict[str, Any]] = []
     errors: list[DFlashEvalError] = []
-    with _Scorer(config, options) as score:
+    # Around all of them: the target's part is made again once, not for each.
+    with refreshing(options.refresh), _Scorer(config, options) as score:
         for checkpoint in options.checkpoints:
             try:
                 results.append(score(checkpoint))
@@ -184,10 +195,10 @@ def sql(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the report."""
-    from dflash_core.results.report import write_report
+    from flows.report_making import make_report
 
-    results = Path(load_config(options.config).results)
-    path = write_report(results, Path(options.out) if options.out else results.with_name("report.html"))
+    config = load_config(options.config)
+    path = make_report(config, options.out, baseline=options.baseline, has_drafts=not options.no_drafts)
     if options.json:
         screen.print_json({"report": str(path)})
     else:
@@ -203,14 +214,14 @@ def store(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _prefect(config: Config, options: argparse.Namespace) -> Iterator[None]:
-    """Give the block a Prefect server and a progress bar."""
+def _prefect(config: Config, options: argparse.Namespace) -> Iterator[str]:
+    """Give the block a Prefect server, whose address it yields, and a progress bar."""
     from dflash_core.store_opening import store_of
     from flows.orchestration import prefect_server
 
     state = str(store_of(config).root)
-    with screen.progress_bars(enabled=not options.json), prefect_server(state, debug=options.debug):
-        yield
+    with screen.progress_bars(enabled=not options.json), prefect_server(state, debug=options.debug) as url:
+        yield url
 
 
 class _Scorer:
@@ -223,32 +234,43 @@ class _Scorer:
         self._config = config
         self._options = options
         self._context: Any = None
+        self._url = ""
 
     def __enter__(self) -> _Scorer:
         return self
 
     def __exit__(self, *details: Any) -> None:
-        if self._context is not None:
-            self._context.__exit__(*details)
+        self._end(*details)
+
+    def _end(self, *details: Any) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(*(details or (None, None, None)))
 
     def __call__(self, checkpoint: str) -> dict[str, Any]:
         from flows.scoring import score_checkpoint
 
-        return score_checkpoint(self._config, checkpoint, self.run_flow).result
+        must_run = bool(self._options.refresh)
+        return score_checkpoint(self._config, checkpoint, self.run_flow, must_run=must_run).result
 
     def run_flow(self, checkpoint: str) -> dict[str, Any]:
         """Run the flow for a checkpoint that is not known."""
+        from flows.orchestration import is_healthy
+
+        if self._context is not None and not is_healthy(self._url, timeout_s=10):
+            self._end()  # a server of our own that was killed, or fell over; what it knew is on disk
         if self._context is None:
             if not self._options.json:
                 screen.say("starting the orchestration ...")
             context = _prefect(self._config, self._options)
-            context.__enter__()
+            self._url = context.__enter__()
             self._context = context
         from flows.evaluate_checkpoint import evaluate_checkpoint
 
         options = self._options
         flow: Callable[..., dict[str, Any]] = evaluate_checkpoint
-        return flow(checkpoint, options.config, options.block_size, options.device)
+        how = {"prepare": vars(options).get("prepare"), "refresh": vars(options).get("refresh") or None}
+        return flow(checkpoint, options.config, options.block_size, options.device, **how)
 
 
 def _host_row(report: HostReport) -> dict[str, Any]:
@@ -287,6 +309,8 @@ def _show_results(results: list[dict[str, Any]]) -> None:
     else:
         title, rows = "Acceptance", [_checkpoint_row(result) for result in results]
     screen.print_table(title, rows, caption="; ".join([caption, *conditions]))
+    for line in extras_lines(done[0]) if len(results) == 1 else []:
+        print(line)
     for result in done:
         for warning in result["warnings"]:
             screen.say(f"warning: {result['checkpoint']}: {warning}")

@@ -260,9 +260,9 @@ def _trainer_inputs(folder: Path, config: Config) -> Path:
 
 
 def _write_report(config: Config) -> None:
-    from dflash_core.results.report import write_report
+    from flows.report_making import make_report
 
-    write_report(config.results, Path(config.results).with_name("report.html"))
+    make_report(config)
 
 
 def _show(config: Config, config_path: str, results: list[dict[str, Any]], *, as_json: bool, seconds: float) -> None:

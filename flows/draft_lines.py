@@ -16,6 +16,14 @@ LEGEND = (
     "one row per verification step: anchor | + accepted drafts | x first one rejected | ~ drafts not used | "
     "> the target's own token"
 )
+ODDS_LEGEND = (
+    "after each draft: the drafter's probability of it at temperature 1; after the target's own token: the rank and "
+    "probability that the drafter gave it"
+)
+CONFIDENCE_LEGEND = (
+    "in brackets: what the confidence head says, the chance that the draft is accepted when drafter and target draw at "
+    "temperature 1 and all before it were accepted"
+)
 _ANCHOR, _ACCEPTED, _REJECTED, _UNUSED, _OWN, _ODDS = "bold", "green", "bold red", "dim", "bold cyan", "dim"
 
 
@@ -42,10 +50,11 @@ def block_lines(block: DraftedBlock, *, has_odds: bool = False) -> BlockLines:
 
     Args:
         block: the verification step.
-        has_odds: add the drafter's probability of each draft, and its rank and probability of the target's token.
+        has_odds: add the drafter's probability of each draft, what its confidence head says of it in brackets, and
+            the rank and probability of the target's token.
     """
     num_accepted = len(block.accepted)
-    chances = block.odds.probabilities if has_odds and block.odds is not None else ()
+    chances = _chances(block) if has_odds else ()
     has_miss = bool(block.rejected) and block.bonus is not None
     line = Text().append(repr(block.anchor), style=_ANCHOR)
     _add(line, "+", block.accepted, _ACCEPTED, chances[:num_accepted])
@@ -63,12 +72,20 @@ def block_lines(block: DraftedBlock, *, has_odds: bool = False) -> BlockLines:
     return BlockLines(drafts=line, under=under)
 
 
-def _add(line: Text, sign: str, tokens: tuple[str, ...], style: str, chances: tuple[float, ...]) -> None:
-    """Append a sign and tokens, each with its probability where that is known."""
+def _chances(block: DraftedBlock) -> tuple[str, ...]:
+    """Return a probability per draft, and in brackets a confidence where there is one."""
+    if block.odds is None:
+        return ()
+    said = [f" ({confidence:.0%})" for confidence in block.confidences] or [""] * len(block.odds.probabilities)
+    return tuple(f"{chance:.0%}{also}" for chance, also in zip(block.odds.probabilities, said, strict=True))
+
+
+def _add(line: Text, sign: str, tokens: tuple[str, ...], style: str, chances: tuple[str, ...]) -> None:
+    """Append a sign and tokens, each with its chances where they are known."""
     if not tokens:
         return
     line.append(f"  {sign}", style=style)
     for place, token in enumerate(tokens):
         line.append(" ").append(repr(token), style=style)
         if place < len(chances):
-            line.append(f" {chances[place]:.0%}", style=_ODDS)
+            line.append(f" {chances[place]}", style=_ODDS)

@@ -93,13 +93,10 @@ def _show_reading(inspection: CheckpointInspection, config: Config) -> None:
     screen.print_table("Drafter", [{"fact": "form of the config", "value": spec.dialect, "decided by": None}, *rows])
     for note in spec.notes:
         screen.say(f"note: {note}")
-    if problem is not None:
-        screen.say(f"it cannot be scored: {problem}")
 
 
 def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterSpec | None, str | None]:
-    """Return the canonical reading, and why there is none or why it cannot be scored."""
-    from dflash_core.drafter.scorable import require_scorable
+    """Return the canonical reading, or why there is none."""
     from dflash_core.drafter_reading import read_drafter
     from dflash_core.store_opening import store_of
     from dflash_core.target.loading import resolve_target
@@ -112,11 +109,6 @@ def _reading(inspection: CheckpointInspection, config: Config) -> tuple[DrafterS
         return None, "no target.model in the config to check them against"
     try:
         target = resolve_target(config.target.model, store_of(config))
-        spec = read_drafter(inspection, config, target.config)
+        return read_drafter(inspection, config, target.config), None
     except DFlashEvalError as error:
         return None, one_line(error)
-    try:
-        require_scorable(spec, where=inspection.ref.url)
-    except DFlashEvalError as error:
-        return spec, one_line(error)
-    return spec, None

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_core.errors import DFlashEvalError
+from dflash_core.errors import HostError, HostUnreachable
 from dflash_core.store import Store
 
 STARTUP_LIMIT_S = 180.0
 """The first start migrates a new database, which took 31 s on a loaded machine."""
+START_ATTEMPTS = 3
 
 
 def prepare_environment(store: str, *, debug: bool = False) -> Path:
@@ -44,6 +45,8 @@ def prepare_environment(store: str, *, debug: bool = False) -> Path:
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(state / "records"),
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_LOGGING_LEVEL": "INFO" if debug else "CRITICAL",
+        # Of its own threads: one traceback for each event that a server which was killed does not take.
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "ERROR" if debug else "CRITICAL",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -61,7 +64,8 @@ def prefect_server(store: str, *, debug: bool = False) -> Iterator[str]:
         The API's URL.
 
     Raises:
-        DFlashEvalError: the configured server does not answer, or ours did not start.
+        HostUnreachable: the configured server does not answer.
+        HostError: ours did not start.
     """
     state = prepare_environment(store, debug=debug)
     from prefect.settings import get_current_settings
@@ -72,7 +76,7 @@ def prefect_server(store: str, *, debug: bool = False) -> Iterator[str]:
     configured = get_current_settings().api.url
     if configured:
         if not is_healthy(configured, timeout_s=10):
-            raise DFlashEvalError(
+            raise HostUnreachable(
                 f"the Prefect server at {configured} (PREFECT_API_URL) does not answer; start it, or unset the variable"
             )
         yield configured
@@ -96,7 +100,7 @@ def _send_remaining_events() -> None:
 @contextmanager
 def _own_server(state: Path) -> Iterator[str]:
     log = state / "server.log"
-    for _attempt in range(3):
+    for _attempt in range(START_ATTEMPTS):
         port = _free_port()
         url = f"http://127.0.0.1:{port}/api"
         environment = os.environ | {
@@ -125,7 +129,7 @@ def _own_server(state: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    raise DFlashEvalError(f"Prefect's server did not start within {STARTUP_LIMIT_S:.0f} s; see {log}")
+    raise HostError(f"Prefect's server did not start in {START_ATTEMPTS} attempts; see the end of {log}")
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> bool:

@@ -15,7 +15,7 @@ from dflash_core.hosts.plan import check_stage_fits, find_target, make_plan
 from dflash_core.hosts.report import HostReport
 from dflash_core.hosts.stages import Plan
 from dflash_core.store_opening import store_of
-from dflash_core.target.loading import find_converted
+from dflash_core.target.loading import STORED, find_converted
 from dflash_core.target.model_config import ModelConfig
 from dflash_core.target.prompts import load_prompts
 
@@ -68,6 +68,8 @@ def _job(config: Config, reports: Sequence[HostReport], is_target_held: bool) ->
         target, target_bytes = converted.config, converted.size_bytes
     elif found is not None and found.config is not None:
         target, target_bytes = found.config, found.weights_bytes or 0
+    elif model.startswith(STORED):
+        return f"this machine holds of {model} only what a drafter needs; a worker of the cpu pool runs the target"
     elif model.endswith(".gguf"):
         return f"the sizes of {model} are read when it is converted; run: dflash-eval prepare"
     else:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect import runtime
 
-
-def last_parts(address: str, num_parts: int) -> str:
-    """Return the end of a path or URL: `a/step_100` of `ssh://me@box/runs/a/step_100/`."""
-    path = address.partition("://")[2] or address
-    return "/".join([part for part in path.split("/") if part][-num_parts:]) or address
+from tasks.naming import last_parts
 
 
 def name_for(checkpoint: str) -> str:
@@ -24,3 +22,13 @@ def evaluation_name() -> str:
 def watch_name() -> str:
     """Return the name of a run that watches a folder."""
     return f"watch {last_parts(str(runtime.flow_run.parameters['run_url']), 1)}"
+
+
+def preparation_name_for(layers: Sequence[int]) -> str:
+    """Return the name of a run that prepares the target: with the layers, where some are asked for."""
+    return f"prepare target, layers {', '.join(map(str, layers))}" if layers else "prepare target"
+
+
+def preparation_name() -> str:
+    """Return the name of a run that prepares the target, from its parameters."""
+    return preparation_name_for(runtime.flow_run.parameters.get("layers") or [])

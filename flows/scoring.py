@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from dflash_core import evaluation
 from dflash_core.checkpoints import CheckpointInspection
 from dflash_core.config import Config
-from dflash_core.errors import CheckpointNotFound
+from dflash_core.errors import CheckpointNotFound, DoesNotFit
 from dflash_core.results import database
+from flows import notifying
 
 
 class Scored(NamedTuple):
@@ -20,13 +21,16 @@ class Scored(NamedTuple):
     is_known: bool
 
 
-def score_checkpoint(config: Config, checkpoint: str, evaluate: Callable[[str], dict[str, Any]]) -> Scored:
+def score_checkpoint(
+    config: Config, checkpoint: str, evaluate: Callable[[str], dict[str, Any]], *, must_run: bool = False
+) -> Scored:
     """Return the result of a checkpoint: from the database where it is known, else from the flow.
 
     Args:
         config: the configuration.
         checkpoint: path or URL.
         evaluate: runs the flow for an address and returns the result.
+        must_run: run it also where the result is known: something is to be made again.
 
     Raises:
         CheckpointNotFound: it was not there at the first look.
@@ -37,8 +41,9 @@ def score_checkpoint(config: Config, checkpoint: str, evaluate: Callable[[str], 
     begin, started_at = time.monotonic(), evaluation.now()
     inspection = evaluation.inspect(checkpoint, config)
     evaluation.require_ready(inspection)
-    known = known_result(config, inspection, begin)
+    known = None if must_run else known_result(config, inspection, begin)
     if known is not None:
+        notifying.tell_known(config, known)
         return Scored(known, is_known=True)
     try:
         return Scored(evaluate(checkpoint), is_known=False)
@@ -60,7 +65,10 @@ def known_result(config: Config, inspection: CheckpointInspection, begin: float)
         inspection: of the checkpoint.
         begin: when the work on the answer began, by `time.monotonic`.
     """
-    known = evaluation.known_evaluation(config, inspection)
+    try:
+        known = evaluation.known_evaluation(config, inspection)
+    except DoesNotFit:  # now: the flow waits for its turn on the device, and looks again
+        return None
     if known is None or not database.has_evaluation(config.results, known.evaluation_id, extras=known.extras):
         return None
     result = database.read_evaluation(config.results, known.evaluation_id)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from dflash_core import progress
-
-if TYPE_CHECKING:
-    from dflash_core.acceptance.statistics import PairedDifference
+from flows.pace import Paces
 
 _LEAST_WIDTH = 110
 """Columns assumed where the output is no terminal, so that tables in logs are not cut."""
@@ -79,13 +78,13 @@ def tau_text(slice_: Mapping[str, Any]) -> str:
     return interval_text(slice_.get("tau_pooled"), slice_.get("ci_low"), slice_.get("ci_high"))
 
 
-def difference_text(found: PairedDifference) -> str:
-    """Return a paired difference with its sign and interval, or a dash where nothing was measured."""
-    if math.isnan(found.difference):
+def difference_text(value: float, low: float, high: float) -> str:
+    """Return a difference with its sign and interval, or a dash where nothing was measured."""
+    if math.isnan(value):
         return "-"
-    if math.isnan(found.ci_low):
-        return f"{found.difference:+.2f}"
-    return f"{found.difference:+.2f} [{found.ci_low:+.2f}, {found.ci_high:+.2f}]"
+    if math.isnan(low):
+        return f"{value:+.2f}"
+    return f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def interval_text(value: float | None, low: float | None, high: float | None) -> str:
@@ -96,23 +95,25 @@ def interval_text(value: float | None, low: float | None, high: float | None) ->
 
 
 @contextmanager
-def progress_bars(*, enabled: bool = True) -> Iterator[None]:
-    """Show a bar per stage on standard error while the block runs; plain lines where it is no terminal."""
+def progress_bars(*, enabled: bool = True, clock: progress.Clock = time.monotonic) -> Iterator[None]:
+    """Show a bar per stage on standard error while the block runs, with rate and time left; only on a terminal."""
     stream = console(stderr=True)
     if not enabled or not stream.is_terminal:
         yield
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}"))
-    with Progress(*columns, *times, console=stream, transient=True) as bars:
+    words = (TextColumn("{task.fields[pace]}"), TextColumn("{task.fields[detail]}"))
+    with Progress(*columns, *words, console=stream, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
+        paces = Paces(clock)
 
         def listen(stage: str, done: float, total: float) -> None:
             if stage in tasks and done < bars.tasks[bars.task_ids.index(tasks[stage])].completed:
                 bars.remove_task(tasks.pop(stage))
             if stage not in tasks:
-                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total, detail="")
-            bars.update(tasks[stage], completed=done, total=total, detail=progress.detail(stage))
+                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total, pace="", detail="")
+            pace = paces.text(stage, done, total)
+            bars.update(tasks[stage], completed=done, total=total, pace=pace, detail=progress.detail(stage))
 
         with progress.listening(listen):
             yield

@@ -84,7 +84,7 @@ class Services:
             is_prepared = self._prepared_for() == str(self.running()["server"].pid)
             if not is_prepared:
                 say("making the pools")
-                self._together(*(_python("prefect", *_make_pool(pool)) for pool in POOLS))
+                self._together(_python("flows.pools", *POOLS))
             for pool in POOLS:
                 limit = ["--limit", "1"] if pool == "gpu" else []
                 self._start(f"worker-{pool}", _python("prefect", "worker", "start", "--pool", pool, *limit), say)
@@ -213,10 +213,6 @@ class Services:
         with (self.folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def _make_pool(pool: str) -> tuple[str, ...]:
-    return ("work-pool", "create", pool, "--type", "process", "--overwrite")
 
 
 def _python(module: str, *arguments: str) -> list[str]:

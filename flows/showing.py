@@ -15,7 +15,7 @@ from dflash_core.config import Config, load_config, with_overrides
 from dflash_core.drafts import DraftedPrompt, draft_prompt
 from dflash_core.errors import InputError, NoResults
 from flows import screen
-from flows.draft_lines import LEGEND, BlockLines, block_lines
+from flows.draft_lines import CONFIDENCE_LEGEND, LEGEND, ODDS_LEGEND, BlockLines, block_lines
 
 _GAP = 3
 
@@ -76,7 +76,12 @@ def _print(shown: Sequence[Shown], *, has_odds: bool) -> None:
     drafted = shown[0].drafted
     for title, text in ((f"prompt {drafted.prompt_id}", drafted.prompt), ("the target's answer", drafted.response)):
         out.print(Text(f"{title}: ", style="bold") + Text(screen.cell(text)))
+    is_confident = any(block.confidences for one in shown for block in one.drafted.blocks)
     out.print(Text(LEGEND))
+    if has_odds:
+        out.print(Text(ODDS_LEGEND))
+    if has_odds and is_confident:
+        out.print(Text(CONFIDENCE_LEGEND))
     lines = [
         {block.anchor_index: block_lines(block, has_odds=has_odds) for block in one.drafted.blocks} for one in shown
     ]
@@ -89,7 +94,7 @@ def _print(shown: Sequence[Shown], *, has_odds: bool) -> None:
         )
         _print_pairs(*lines)
     for letter, one in zip("AB", shown, strict=False):
-        out.print(Text(("" if len(shown) == 1 else f"{letter}: ") + _summary(one.drafted)))
+        out.print(Text(("" if len(shown) == 1 else f"{letter}: ") + _summary(one.drafted, has_odds=has_odds)))
     if len(shown) == 2:
         num_shared = len(lines[0].keys() & lines[1].keys())
         out.print(Text(f"{num_shared} anchors are on both walks"))
@@ -122,9 +127,13 @@ def _print_block(margin: str, block: BlockLines) -> None:
         out.print(Text(" " * len(margin)) + block.under, soft_wrap=True)
 
 
-def _summary(drafted: DraftedPrompt) -> str:
+def _summary(drafted: DraftedPrompt, *, has_odds: bool) -> str:
     emitted = sum(len(block.accepted) + (block.bonus is not None) for block in drafted.blocks)
     if not drafted.blocks:
         return "no verification step: the answer is too short"
     tau = emitted / len(drafted.blocks)
-    return f"{len(drafted.blocks)} verification steps, {emitted} tokens, tau {tau:.2f} on this prompt"
+    text = f"{len(drafted.blocks)} verification steps, {emitted} tokens, tau {tau:.2f} on this prompt"
+    if not has_odds or not any(block.confidences for block in drafted.blocks):
+        return text
+    expected = sum(block.expected_tokens for block in drafted.blocks) / len(drafted.blocks)
+    return f"{text}; its confidence head expects {expected:.2f} at temperature 1"

@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_core.config import Config
-from dflash_core.errors import InputError
+from dflash_core.errors import HostUnreachable, InputError, one_line
 from dflash_core.store_opening import store_of
 from flows import screen
 from flows.watch_choice import Choice
 from flows.watch_values import Runs, WatchEvent
-from flows.watching import LONGEST_IDLE_S, Watch
+from flows.watching import LONGEST_IDLE_S, LONGEST_PAUSE_S, SETTLE_S, Watch
+
+if TYPE_CHECKING:
+    from flows.watch_runs import DeployedRuns
 
 
 def run_watch(config: Config, options: argparse.Namespace, evaluate: Callable[[str], dict[str, Any]]) -> Watch:
@@ -77,8 +80,25 @@ def _runs(config: Config, options: argparse.Namespace) -> Iterator[Runs | None]:
 
     conditions = {"config": options.config, "block_size": options.block_size, "device": options.device}
     runs = DeployedRuns(options.deployment, config=config, parameters=conditions)
-    runs.require_deployment()
+    _require_deployment(runs, must_answer=options.once)
     yield runs
+
+
+def _require_deployment(runs: DeployedRuns, *, must_answer: bool) -> None:
+    """Refuse a deployment that does not exist; a server that is away is waited for, as later on."""
+    pause_s = SETTLE_S
+    while True:
+        try:
+            runs.require_deployment()
+        except HostUnreachable as error:
+            if must_answer:
+                raise
+            message = f"{one_line(error)}; asking again in {pause_s:.0f} s"
+            say_event(WatchEvent(kind="unreachable", name=runs.deployment, message=message))
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        else:
+            return
 
 
 @contextmanager

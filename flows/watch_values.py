@@ -38,7 +38,13 @@ class RunEnd:
     error: str | None
     """None where it was completed."""
     is_final: bool = False
-    """A person ended it: it is not tried again."""
+    """A person ended it, or the checkpoint itself is wrong: it is not tried again."""
+    may_pass: bool = False
+    """A machine was at fault, as with a full disk: it is tried more often."""
+
+
+class PassingFault(DFlashEvalError):
+    """Raised for a run that ended with a fault of its machine, which may pass by itself."""
 
 
 class RunsUsedUp(DFlashEvalError):

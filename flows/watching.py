@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
 from dflash_core import evaluation
 from dflash_core.checkpoints import FoundCheckpoint, check_readiness, list_checkpoints
 from dflash_core.config import Config
@@ -30,13 +28,15 @@ from dflash_core.errors import (
     HostError,
     one_line,
 )
+from flows import notifying
 from flows.scoring import known_result, score_checkpoint
 from flows.watch_choice import Choice
-from flows.watch_values import Kind, Runs, RunsUsedUp, Seen, WatchEvent
+from flows.watch_errors import is_passing
+from flows.watch_values import Kind, PassingFault, Runs, RunsUsedUp, Seen, WatchEvent
 
 MAX_ATTEMPTS = 3
 MAX_HOST_ATTEMPTS = 14
-"""Where what is away may come back, as a host or Prefect's server: with the pauses between, about an hour."""
+"""Where a machine is at fault, which may pass, as a full disk or a host that is away: with the pauses, an hour."""
 SETTLE_S = 2.0
 """Least time between two looks at a folder; modification times have steps of one second."""
 LONGEST_PAUSE_S = 300.0
@@ -118,8 +118,11 @@ class Watch:
         self._listed = taken
         return [one for one in taken if self._is_ready(one)]
 
-    def score(self, found: FoundCheckpoint) -> None:
+    def score(self, found: FoundCheckpoint) -> bool:
         """Score one checkpoint, or answer from the database; what goes wrong is noted, not raised.
+
+        Returns:
+            True where that took no time: it is known, or was started elsewhere.
 
         Raises:
             HostError: runs are started elsewhere, and the server of the runs or the checkpoint's host is away.
@@ -127,15 +130,18 @@ class Watch:
         try:
             if self.runs is not None:
                 self._start(found)
-            else:
+                return True
+            with notifying.watched():
                 scored = score_checkpoint(self.config, found.url, self.evaluate)
-                self._note_scored(found, scored.result, is_known=scored.is_known)
+            self._note_scored(found, scored.result, is_known=scored.is_known)
+            return scored.is_known
         except (CheckpointVanished, CheckpointNotFound) as error:
             self._note_vanished(found, error)
         except Exception as error:  # the watch outlives whatever one evaluation does
             if self.runs is not None and isinstance(error, HostError):
                 raise
             self._note_failure(found, error)
+        return False
 
     def run(
         self, *, once: bool, every_s: float, idle_s: float = LONGEST_IDLE_S, stop: Callable[[], bool] = lambda: False
@@ -162,8 +168,9 @@ class Watch:
             try:
                 has_ended = self._collect()
                 ready = self._within_backlog(self.look())
-                for found in ready if self.runs else ready[:1]:
-                    self.score(found)
+                for found in ready:
+                    if not self.score(found) and self.runs is None:
+                        break  # that took a while: what is next now?
             except HostError as error:
                 self._problem = one_line(error)
                 self._tell_once("unreachable", self.run_url, f"{self._problem}; asking again in {away_s:.0f} s")
@@ -228,7 +235,12 @@ class Watch:
         begin = time.monotonic()
         inspection = evaluation.inspect(found.url, self.config)
         evaluation.require_ready(inspection)
-        known = known_result(self.config, inspection, begin)
+        try:
+            known = known_result(self.config, inspection, begin)
+        except HostError:
+            raise
+        except DFlashEvalError:  # this box may lack the target or the GPU, without which nothing can be told here
+            known = None
         if known is not None:
             self._note_scored(found, known, is_known=True)
             return
@@ -248,7 +260,7 @@ class Watch:
             if end.error is None:
                 self._note_scored(found, self._result_of(found), is_known=False, message=f"by flow run {run.name} ")
             else:
-                error = DFlashEvalError(f"flow run {run.name}: {end.error}")
+                error = (PassingFault if end.may_pass else DFlashEvalError)(f"flow run {run.name}: {end.error}")
                 self._note_failure(found, error, is_final=end.is_final)
         return bool(ends)
 
@@ -332,7 +344,7 @@ class Watch:
     def _note_failure(self, found: FoundCheckpoint, error: Exception, *, is_final: bool = False) -> None:
         seen = self._memory(found)
         seen.attempts += 1
-        limit = MAX_HOST_ATTEMPTS if _is_passing(error) else MAX_ATTEMPTS
+        limit = MAX_HOST_ATTEMPTS if is_passing(error) else MAX_ATTEMPTS
         # What is wrong with the checkpoint itself stays wrong until its bytes change.
         is_final = (
             is_final or self._is_once or isinstance(error, CheckpointError | RunsUsedUp) or seen.attempts >= limit
@@ -348,6 +360,8 @@ class Watch:
             seen.not_before = time.monotonic() + pause_s
             again = f"; attempt {seen.attempts} of {limit}, the next in {pause_s:.0f} s"
         self.tell(WatchEvent(kind="failed", name=found.name, message=f"{text}{again}"))
+        if is_final:
+            notifying.tell_given_up(self.config, found, text)
 
     def _why_open(self, seen: Seen) -> str:
         if seen.run is not None:
@@ -382,9 +396,3 @@ class Watch:
 
 def _contents(found: list[FoundCheckpoint]) -> set[tuple[str, str]]:
     return {(one.url, one.signature) for one in found}
-
-
-def _is_passing(error: Exception) -> bool:
-    """Tell whether an error is that of a machine that is away, Prefect's server among them."""
-    is_prefect_away = isinstance(error, RuntimeError) and "Failed to reach API" in str(error)
-    return isinstance(error, ConnectionError | httpx.TransportError) or is_prefect_away

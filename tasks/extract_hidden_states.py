@@ -10,18 +10,20 @@ from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.target.hidden_states import KIND
 from tasks.caching import SERIALIZER, ArtifactPolicy
+from tasks.naming import named
 
 
-def _states_are_whole(_kind: str, inputs: dict[str, Any]) -> bool:
-    config = inputs["config"]
+def _states_in_store(_kind: str, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    config, layers = inputs["config"], inputs["layers"]
     plan = stages.plan_target(config)
-    return stages.find_states(config, plan, inputs["transcripts"], tuple(inputs["layers"])) is not None
+    states = stages.find_states(config, plan, inputs["transcripts"], tuple(layers))
+    return None if states is None else stages.states_meta(states, layers)
 
 
 @task(
     name="extract_hidden_states",
-    task_run_name="extract hidden states {layers}",
-    cache_policy=ArtifactPolicy(kind=KIND, is_whole=_states_are_whole),
+    task_run_name=named("extract hidden states"),
+    cache_policy=ArtifactPolicy(kind=KIND, find_meta=_states_in_store),
     result_serializer=SERIALIZER,
 )
 def extract_hidden_states(config: Config, store: str, key: str, transcripts: str, layers: list[int]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.drafter.spec import DrafterSpec
 from tasks.caching import SERIALIZER, ArtifactPolicy
+from tasks.naming import named
 
 
 @task(
     name="run_drafter",
-    task_run_name="run drafter {key}",
+    task_run_name=named("run drafter"),
     cache_policy=ArtifactPolicy(kind=stages.BLOCKS_KIND),
     result_serializer=SERIALIZER,
 )

@@ -11,6 +11,7 @@ from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.errors import HostUnreachable
 from tasks.caching import SERIALIZER, ArtifactPolicy
+from tasks.naming import named
 
 
 def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
@@ -26,7 +27,7 @@ def is_transient(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> boo
 
 @task(
     name="stream_checkpoint",
-    task_run_name="stream {checkpoint}",
+    task_run_name=named("stream"),
     cache_policy=ArtifactPolicy(kind=stages.DRAFTER_KIND),
     result_serializer=SERIALIZER,
     retries=2,

@@ -7,9 +7,10 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash_core.results import database
 from dflash_core.results.records import EvaluationRecord
+from tasks.naming import named
 
 
-@task(name="write_results", task_run_name="write results {record.evaluation_id}", cache_policy=NO_CACHE)
+@task(name="write_results", task_run_name=named("write results"), cache_policy=NO_CACHE)
 def write_results(results: str, record: EvaluationRecord) -> str:
     """Run `dflash_core.results.database.write_evaluation`; the same evaluation again replaces its rows."""
     database.write_evaluation(results, record)

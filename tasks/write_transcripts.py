@@ -10,11 +10,12 @@ from dflash_core import stages
 from dflash_core.config import Config
 from dflash_core.target.transcripts import KIND
 from tasks.caching import SERIALIZER, ArtifactPolicy
+from tasks.naming import named
 
 
 @task(
     name="write_transcripts",
-    task_run_name="write transcripts {key}",
+    task_run_name=named("write transcripts"),
     cache_policy=ArtifactPolicy(kind=KIND),
     result_serializer=SERIALIZER,
 )

@@ -75,7 +75,7 @@ def read_answer(text: str) -> Answer:
     def lines_of(name: str) -> list[str]:
         return first[name].lines if name in first else []
 
-    memory = _within_container(read_meminfo(lines_of("memory")), _Section(name="", lines=lines_of("cgroup")).values())
+    memory = within_container(read_meminfo(lines_of("memory")), _Section(name="", lines=lines_of("cgroup")).values())
     cpu = read_cpuinfo(lines_of("cpu"))
     python = _Section(name="", lines=lines_of("python")).values()
     gpus, notes = read_gpus(lines_of("gpus"))
@@ -183,7 +183,7 @@ def _split_sections(text: str) -> Iterator[_Section]:
         yield section
 
 
-def _within_container(memory: Memory, cgroup: dict[str, str]) -> Memory:
+def within_container(memory: Memory, cgroup: dict[str, str]) -> Memory:
     """Lower the RAM to what a container's limit leaves, where there is one below the machine's own."""
     limit = _whole(cgroup.get("memory.max", cgroup.get("memory.limit_in_bytes", "")))
     if limit is None or memory.ram_total_bytes is None or limit >= memory.ram_total_bytes:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from dflash_core.target.choices import Choices
+    from dflash_core.target.choices import Choices
 
 TIE_MARGIN = 1e-3
 """Logit difference below which the arg-max may flip with the kernel."""
@@ -54,6 +55,8 @@ def judge_agreement(choices: Choices, lengths: Sequence[tuple[int, int]]) -> Agr
         choices: over the axis T of all transcripts.
         lengths: prompt and response tokens of each transcript, in order.
     """
+    import torch  # here, so that naming the tie margin loads no torch
+
     margins = [margin_R for margin_R in _responses(choices.margin, lengths) if margin_R.numel()]
     if not margins:
         return Agreement(num_tokens=0, num_greedy=0, num_near_ties=0, warning=None)
@@ -88,6 +91,8 @@ def _cause(margins: Sequence[Tensor]) -> str:
     After a transcript's first differing token the target reads on from it, so later tokens are judged fairly:
     what a wrong template spoils is the beginning, what sampling spoils is spread evenly.
     """
+    import torch
+
     early = torch.tensor([bool((margin_R[:_FIRST_TOKENS] < 0).any()) for margin_R in margins]).float().mean()
     later = [margin_R[_FIRST_TOKENS:] for margin_R in margins]
     num_later = sum(margin_R.numel() for margin_R in later)

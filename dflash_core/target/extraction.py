@@ -26,21 +26,13 @@ from dflash_core.target.layer_major import LayerMajor
 from dflash_core.target.layer_scratch import EMBEDDINGS, LayerScratch
 from dflash_core.target.layer_weights import LayerWeights
 from dflash_core.target.loading import Target
+from dflash_core.target.parts import CHOICES, FINAL, Part, part_name
 from dflash_core.target.runtime import DTYPES
 from dflash_core.target.state_files import read_tensors, write_rows
 from dflash_core.target.transcripts import Transcript
 
-Part = int | str
-"""A 0-based decoder layer, `final` or `choices`."""
-FINAL = "final"
-CHOICES = "choices"
 _WEIGHTS_PER_WIDTH_SQUARED = 12
 """Of a decoder layer, roughly: what the head costs in layers, for the time left."""
-
-
-def part_name(part: Part) -> str:
-    """Return the stem of a part's file."""
-    return f"layer_{part:04d}" if isinstance(part, int) else part
 
 
 class Extraction:
@@ -249,9 +241,13 @@ class _Clock:
             if is_layer:
                 self._done += self._lengths[number - 1]
             detail = f"{name}, transcript {number} of {len(self._lengths)}"
-            progress.report(self._stage, self._done, self._total, detail)
+            self._tell(self._done, detail)
 
         return on_transcript
+
+    def _tell(self, done: float, detail: str) -> None:
+        """Report in layers; a layer over all transcripts is as much as they have tokens."""
+        progress.report(self._stage, done, self._total, detail, unit="layers", per_unit=max(1, sum(self._lengths)))
 
     def starting_head(self, num_rows: int, share: float, weights: LayerWeights) -> Callable[[int], None]:
         """Return what is to be called with the rows of each block that the head was asked about."""
@@ -264,6 +260,6 @@ class _Clock:
         def on_rows(count: int) -> None:
             nonlocal asked
             asked += count
-            progress.report(self._stage, before + asked * worth, self._total, "the target's choices")
+            self._tell(before + asked * worth, "the target's choices")
 
         return on_rows

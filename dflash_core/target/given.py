@@ -59,7 +59,7 @@ class FileSource:
             for place, rendered in enumerate(wave, num_before + 1):
                 ids = _answer_ids(job, rendered, of_id[rendered.id])
                 written.append(cut(rendered, ids[: job.max_new_tokens], stops))
-                progress.report(KIND, place, job.num_prompts)
+                progress.report(KIND, place, job.num_prompts, unit="transcripts")
             return written
 
         facts: dict[str, Any] = {

@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from dflash_core.errors import TargetError
 from dflash_core.target.loading import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"

@@ -19,24 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from dflash_core.errors import CheckpointMismatch
 from dflash_core.store import Artifact, Store, digest
-from dflash_core.target.choices import Choices, num_choosable
-from dflash_core.target.extraction import CHOICES, FINAL, Extraction, Part, part_name
+from dflash_core.target.cpu import ITEMSIZES
 from dflash_core.target.loading import Target
-from dflash_core.target.runtime import DTYPES
-from dflash_core.target.state_files import read_tensors
+from dflash_core.target.parts import CHOICES, FINAL, Part, part_name
 from dflash_core.target.transcripts import Transcript, transcripts_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dflash_core.target.choices import Choices
 
 __all__ = [
     "CHOICES",
     "EXTRACTION_VERSION",
     "FINAL",
     "KIND",
-    "Choices",
     "HiddenStates",
     "Part",
     "extract_hidden_states",
@@ -75,6 +76,8 @@ class HiddenStates:
 
     def load_choices(self) -> Choices:
         """Return what the target says about every next token, over T."""
+        from dflash_core.target.choices import Choices
+
         chosen, margin, rank, log_probability = _load(
             self.choices, CHOICES, "chosen", "margin", "rank", "log_probability"
         )
@@ -88,6 +91,8 @@ class HiddenStates:
 
 def layer_key(target: Target, transcripts: str, part: Part, *, compute_dtype: str, store_dtype: str) -> str:
     """Return the key of one stored part: a decoder layer, `final` or `choices`."""
+    from dflash_core.target.choices import num_choosable  # it loads torch, which a known checkpoint needs not
+
     facts = [KIND, EXTRACTION_VERSION, target.identity, transcripts, part, compute_dtype, store_dtype]
     if part == CHOICES and num_choosable(target) < target.config.vocab_size:
         facts.append(num_choosable(target))
@@ -98,7 +103,7 @@ def store_dtype_of(target: Target, configured: str, compute_dtype: str) -> str:
     """Resolve `target.store_dtype: auto`: the target's own dtype, float32 where float32 is computed on request."""
     if configured != "auto":
         return configured
-    return target.config.dtype if target.config.dtype in DTYPES else compute_dtype
+    return target.config.dtype if target.config.dtype in ITEMSIZES else compute_dtype
 
 
 def find_hidden_states(
@@ -156,6 +161,8 @@ def extract_hidden_states(
         found = _find(store, keys)
         missing = [part for part in wanted if part not in found]
         if missing:
+            from dflash_core.target.extraction import Extraction
+
             # Every layer that is there may spare the ones below it.
             everything: list[Part] = [*range(depth), FINAL, CHOICES]
             extraction = Extraction(
@@ -191,4 +198,6 @@ def _assemble(found: Mapping[Part, Artifact], *, was_built: bool) -> HiddenState
 
 
 def _load(artifact: Artifact, part: Part, *names: str) -> list[Tensor]:
+    from dflash_core.target.state_files import read_tensors
+
     return read_tensors(artifact.file(f"{part_name(part)}.safetensors"), *names)

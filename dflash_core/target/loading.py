@@ -23,6 +23,10 @@ from dflash_core.target.model_config import ModelConfig, read_model_config
 KIND = "target"
 CONVERSION_VERSION = 1
 """Raised when the conversion of a GGUF file would write something else."""
+TABLES_KIND = "target_tables"
+TABLES_NAME = "model.safetensors"
+STORED = "store:"
+"""Begins a `target.model` that names what is kept of a target."""
 _SAMPLES_PER_FILE = 16
 _SAMPLE_BYTES = 64 << 10
 _INDEX_NAME = "model.safetensors.index.json"
@@ -40,14 +44,17 @@ class Target:
     config: ModelConfig
     shards: tuple[str, ...]
     size_bytes: int
+    is_whole: bool = True
+    """False where only config, tokenizer, embedding and head are here: enough for a drafter, not to run it."""
 
 
 def resolve_target(model: str | None, store: Store) -> Target:
     """Find the target and make it readable.
 
     Args:
-        model: a folder, a `.gguf` file, or a hub id that is already in the hub's local cache.
-        store: where a converted GGUF file is kept.
+        model: a folder, a `.gguf` file, a hub id that is already in the hub's local cache, or `store:` and the
+            key under which another box kept what a drafter needs of its target (see `kept_tables`).
+        store: where a converted GGUF file is kept, and what was kept of a target.
 
     Raises:
         TargetError: nothing is given or found, shards are missing, or the kind is not supported.
@@ -56,6 +63,8 @@ def resolve_target(model: str | None, store: Store) -> Target:
         raise TargetError("no target is set; write target.model in the config (a folder, a .gguf file or a hub id)")
     if "://" in model and not model.startswith("file://"):
         raise TargetError(f"target.model = {model!r}: remote targets are not supported yet; copy it to a local folder")
+    if model.startswith(STORED):
+        return _kept(model.removeprefix(STORED), store)
     path = Path(model.removeprefix("file://")).expanduser()
     if path.is_dir():
         return read_target_folder(path, name=path.resolve().name)
@@ -65,6 +74,25 @@ def resolve_target(model: str | None, store: Store) -> Target:
         converted = store.build(KIND, _gguf_key(path), _converter(path))
         return read_target_folder(converted.path, name=path.stem)
     return read_target_folder(_hub_folder(model), name=model)
+
+
+def _kept(key: str, store: Store) -> Target:
+    found = store.find(TABLES_KIND, key)
+    if found is None:
+        raise TargetError(
+            f"target.model = '{STORED}{key}': the store {store} keeps nothing of a target under this key; run "
+            "`dflash-eval prepare` on a box that holds the target, with this store, and write what it prints"
+        )
+    config = json.loads(found.file("config.json").read_text(encoding="utf-8"))
+    return Target(
+        name=str(found.meta["target"]),
+        folder=found.path,
+        identity=str(found.meta["target_identity"]),
+        config=read_model_config(config, where=str(found.file("config.json"))),
+        shards=(TABLES_NAME,),
+        size_bytes=int(found.meta["size_bytes"]),
+        is_whole=False,
+    )
 
 
 def find_converted(model: str, store: Store) -> Target | None:

@@ -6,10 +6,8 @@ test reads `num_forward_passes` to prove it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,6 @@ from dflash_core.target.loading import Target, quiet_transformers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEADROOM = 1.2
 """Share above the weights that activations and the allocator need."""
-
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-"""CPU flags that make bf16 products fast."""
 
 num_forward_passes = 0
 """Forward passes of any target in this process."""
@@ -87,41 +82,6 @@ def check_memory(target: Target, compute_dtype: str) -> None:
             f"target {target.name!r} in {compute_dtype} needs {needed / 2**30:.1f} GiB of memory, "
             f"{available / 2**30:.1f} GiB are available; use a machine with more, or target.compute_dtype: bfloat16"
         )
-
-
-def cpu_dtype(configured: str, target: Target) -> str:
-    """Resolve `target.compute_dtype`: auto is bfloat16 only where the CPU computes it and the target stores it.
-
-    A bf16 matrix product without bf16 instructions was 148 times slower than fp32.
-    """
-    if configured != "auto":
-        return configured
-    has_bf16 = bool(BF16_FLAGS & cpu_flags())
-    return "bfloat16" if has_bf16 and target.config.dtype == "bfloat16" else "float32"
-
-
-def cpu_flags() -> frozenset[str]:
-    """Return the instruction set flags of this machine's CPU; empty where the system does not say."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    return frozenset(value.split())
-    except OSError:
-        pass
-    return frozenset()
-
-
-def host_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the threads that this process may keep busy: its CPUs, fewer where a container limits their time."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()[:2]
-        threads = min(threads, max(1, -(-int(quota) // int(period))))
-    except (OSError, ValueError):
-        pass  # no container, or one without a limit, which says `max`
-    return threads
 
 
 @contextmanager

@@ -17,15 +17,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_core import progress
 from dflash_core.store import Artifact, Store, digest
 from dflash_core.target.loading import Target
 from dflash_core.target.rendering import RenderedPrompt, Renderer, Rendering, load_tokenizer, render_prompts
-from dflash_core.target.runtime import load_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "FILE_NAME",
@@ -154,6 +154,8 @@ class LocalSource:
 
     def write(self, job: Job) -> Written:
         """Load the target and have it continue every prompt."""
+        from dflash_core.target.runtime import load_model
+
         model = load_model(job.target, self.compute_dtype)
 
         def complete(wave: Sequence[RenderedPrompt], num_before: int) -> list[Transcript]:
@@ -249,7 +251,6 @@ def transcripts_digest(transcripts: Sequence[Transcript]) -> str:
     return digest([[t.id, list(t.prompt_ids), list(t.response_ids), t.stop_reason] for t in transcripts])
 
 
-@torch.inference_mode()
 def generate(
     model: Any,
     prompts: Sequence[RenderedPrompt],
@@ -286,7 +287,7 @@ def generate(
         )
         for index, response in zip(batch, responses, strict=True):
             transcripts[index] = cut(prompts[index], response, stop_token_ids)
-        progress.report(KIND, min(total, done + len(batch) * max_new_tokens), total)
+        progress.report(KIND, min(total, done + len(batch) * max_new_tokens), total, unit="tokens")
     return [transcripts[index] for index in range(len(prompts))]
 
 
@@ -297,6 +298,7 @@ def _generate_batch(
     max_new_tokens: int,
     counter: Any,
 ) -> list[list[int]]:
+    import torch
     from transformers import GenerationConfig
 
     longest = max(len(ids) for ids in prompts)
@@ -313,9 +315,10 @@ def _generate_batch(
     )
     # The model's own generation_config (penalties, sampling) would make the continuation not greedy.
     model.generation_config = settings
-    output_BT = model.generate(
-        input_ids=ids_BT, attention_mask=mask_BT, generation_config=settings, stopping_criteria=[counter]
-    )
+    with torch.inference_mode():
+        output_BT = model.generate(
+            input_ids=ids_BT, attention_mask=mask_BT, generation_config=settings, stopping_criteria=[counter]
+        )
     return output_BT[:, longest:].tolist()
 
 
@@ -327,9 +330,11 @@ class _StepCounter:
         self._batch_size = batch_size
         self._total = total
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        import torch
+
         self._done += self._batch_size
-        progress.report(KIND, self._done, self._total)
+        progress.report(KIND, self._done, self._total, unit="tokens")
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 

@@ -71,7 +71,7 @@ def run(
             places = judged_places([(num_prompt, num_response)])
             judged.append(_judge(output.logits[0], ids_T, places, limit))
             done += len(sequence)
-            progress.report(stage, done, total, f"transcript {number + 1} of {len(sequences)}")
+            progress.report(stage, done, total, f"transcript {number + 1} of {len(sequences)}", unit="tokens")
     finally:
         for hook in hooks:
             hook.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dflash_core.config import (
     Config,
     DrafterSettings,
     HostSettings,
+    NotifySettings,
     TargetSettings,
     load_config,
     parse_config,
@@ -92,12 +94,21 @@ CHANGED: dict[str, Any] = {
     "store": "/s",
     "store_mirror": "/m",
     "results": "/r.duckdb",
+    "baseline": "a:1",
+    "notify": {
+        "url": "https://h/x",
+        "url_env": "HOOK",
+        "headers_env": {"Authorization": "AUTH"},
+        "events": ["failed"],
+        "timeout_s": 2.5,
+    },
 }
 SECTIONS: dict[str, type[BaseModel]] = {
     "": Config,
     "target": TargetSettings,
     "completions": CompletionSettings,
     "drafter": DrafterSettings,
+    "notify": NotifySettings,
     "hosts.x": HostSettings,
 }
 
@@ -133,7 +144,7 @@ class TestKeys:
         config = parse_config(data, where="README.md")
         assert config.model_copy(update={"hosts": {}, "target": TargetSettings()}) == Config()
         named = {"": set(data), "hosts.x": {key for host in data["hosts"].values() for key in host}}
-        named |= {section: set(data[section]) for section in ("target", "completions", "drafter")}
+        named |= {section: set(data[section]) for section in ("target", "completions", "drafter", "notify")}
         assert named == {section: set(kind.model_fields) for section, kind in SECTIONS.items()}
 
     def test_every_key_can_be_set(self) -> None:
@@ -141,7 +152,7 @@ class TestKeys:
         assert config.model_dump() == CHANGED
         default = Config(hosts={"x": HostSettings(url="local")}).model_dump()
         same = [key for key in CHANGED if CHANGED[key] == default[key]]
-        same += [f"{part}.{key}" for part in ("target", "completions", "drafter") for key in CHANGED[part]
+        same += [f"{part}.{key}" for part in ("target", "completions", "drafter", "notify") for key in CHANGED[part]
                  if CHANGED[part][key] == default[part][key]]  # fmt: skip
         assert same == [], "every value of this test differs from the default"
 
@@ -320,3 +331,39 @@ class TestCommandLine:
     def test_an_impossible_value_names_the_command_line(self) -> None:
         with pytest.raises(ConfigError, match=r"command line: drafter\.block_size = 0"):
             with_overrides(Config(), block_size=0)
+
+
+class TestWebhookAddress:
+    @pytest.mark.parametrize(
+        "notify",
+        [
+            "https://h/S3CRET",
+            ["https://h/S3CRET"],
+            {"url": "h/S3CRET"},
+            {"url": "ftp://h/S3CRET"},
+            {"url": "https://h:0/S3CRET"},
+            {"url": ["https://h/S3CRET"]},
+            {"url_env": ["https://h/S3CRET"]},
+            {"headers_env": "S3CRET"},
+            {"headers_env": {"Authorization": ["S3CRET"]}},
+            {"url": "https://h/S3CRET", "timeout_s": 0},
+            {"url": "https://h/S3CRET", "urll": 1},
+        ],
+        ids=repr,
+    )
+    def test_a_mistake_beside_it_does_not_show_it(self, notify: object) -> None:
+        with pytest.raises(ConfigError, match=r"f: (unknown key '|)notify") as caught:
+            parse_config({"notify": notify}, where="f")
+        assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
+
+    def test_broken_yaml_does_not_show_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text('notify:\n  url: "https://h/S3CRET\n')
+        with pytest.raises(ConfigError, match="not valid YAML") as caught:
+            load_config(path)
+        assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
+
+    def test_the_configuration_does_not_show_it(self) -> None:
+        config = parse_config({"notify": {"url": "https://h/S3CRET"}}, where="f")
+        assert config.notify.url == "https://h/S3CRET"
+        assert "S3CRET" not in f"{config!r} {config}"

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_core import evaluation
 from dflash_core.checkpoints import inspect_checkpoint
 from dflash_core.config import Config, DrafterSettings
 from dflash_core.drafter.shapes import expected_shapes
@@ -171,12 +170,22 @@ class TestTensors:
         }
         path = release(tmp_path / "c", SPECULATORS | {"draft_vocab_size": 40}, weights)
         assert read_at(path).draft_vocab_size == 40
-        assert evaluation.read_spec(inspect_checkpoint(str(path)), Config(), TARGET).draft_vocab_size == 40
+        assert read_drafter(inspect_checkpoint(str(path)), Config(), TARGET).draft_vocab_size == 40
 
     def test_a_head_of_another_length_than_the_maps_is_refused(self, tmp_path: Path) -> None:
         weights = tensors({"lm_head.weight": [41, 32]}) | {"d2t": torch.arange(40)}
         with pytest.raises(UnsupportedCheckpoint, match=r"lm_head\.weight has the shape \[41, 32\]"):
             read_at(release(tmp_path / "c", SPECULATORS | {"draft_vocab_size": 40}, weights))
+
+    def test_a_reduced_vocabulary_without_a_head_over_it_is_refused_before_the_target_runs(
+        self, tmp_path: Path
+    ) -> None:
+        path = release(tmp_path / "c", SPECULATORS | {"draft_vocab_size": 40}, tensors() | {"d2t": torch.arange(40)})
+        with pytest.raises(UnsupportedCheckpoint, match=r"no lm_head\.weight over the 40 tokens") as error:
+            read_at(path)
+        assert "\n" not in str(error.value)
+        assert "config.json: draft_vocab_size" in str(error.value)
+        assert "save the whole drafter" in str(error.value)
 
     def test_a_map_of_another_type_is_named(self, tmp_path: Path) -> None:
         weights = tensors() | {"d2t": torch.zeros(40)}
@@ -223,17 +232,18 @@ class TestInspect:
 
         return run
 
-    def test_a_drafter_that_is_read_but_not_scored_is_shown_with_the_reason(
-        self, inspect: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(spec: DrafterSpec, *, where: str) -> None:
-            raise UnsupportedCheckpoint(f"{where}: {spec.proposal_rule} is not scored yet")
-
-        monkeypatch.setattr("dflash_core.drafter.scorable.require_scorable", refuse)
+    def test_a_drafter_with_heads_is_shown_with_them(self, inspect: Callable[..., dict[str, Any]]) -> None:
         document = inspect(DSPARK, tensors(GATED))
+        assert document["drafter_problem"] is None
         assert document["drafter"]["markov_rank"] == 4
         assert document["drafter"]["num_drafts"] == 8
-        assert "dspark is not scored yet" in document["drafter_problem"]
+
+    def test_a_drafter_that_cannot_be_read_is_shown_with_the_reason(
+        self, inspect: Callable[..., dict[str, Any]]
+    ) -> None:
+        document = inspect(CONFIG, tensors(GATED))
+        assert document["drafter"] is None
+        assert "markov_head" in document["drafter_problem"]
 
     def test_facts_at_their_plain_value_and_all_sources_are_shown(self, inspect: Callable[..., dict[str, Any]]) -> None:
         drafter = inspect(CONFIG, tensors())["drafter"]

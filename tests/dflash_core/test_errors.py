@@ -16,6 +16,7 @@ CLASSES = {
 }
 # Everything else ends with 2: the user can put it right. (A checkpoint that rotates away is nobody's mistake.)
 ENDS_WITH_1 = {"DFlashEvalError", "ShapeMismatch", "ArtifactDamaged", "ResultsError", "CheckpointVanished"}
+ENDS_WITH_1 |= {"PreparationFailed"}
 BUILTINS = {
     "InputError": ValueError,
     "CheckpointNotFound": FileNotFoundError,

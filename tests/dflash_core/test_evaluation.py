@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from dflash_core import evaluation, stages
 from dflash_core.acceptance import walk
 from dflash_core.config import Config, load_config, with_overrides
+from dflash_core.drafter_reading import read_drafter
 from dflash_core.errors import (
     ArtifactDamaged,
     CheckpointMismatch,
@@ -245,7 +246,7 @@ class TestDraftConfig:
         setup.change_config(drafter=drafter)
         config = config_of(setup)
         plan = stages.plan_target(config)
-        return evaluation.read_spec(self.inspect(setup, config), config, plan.target.config)
+        return read_drafter(self.inspect(setup, config), config, plan.target.config)
 
     def write_config(self, setup: Setup, **changes: Any) -> str:
         own = json.loads((setup.run / "step_1" / "config.json").read_text())
@@ -314,7 +315,7 @@ class TestDraftConfig:
         def read(**args: Any) -> Any:
             torch.save({"model_state_dict": weights, "step": 7, "args": argparse.Namespace(**args)}, setup.run / "c.pt")
             inspection = evaluation.inspect(str(setup.run / "c.pt"), config)
-            return evaluation.read_spec(inspection, config, plan.target.config)
+            return read_drafter(inspection, config, plan.target.config)
 
         assert read(block_size=8, lr=1e-4).block_size == 8
         assert read(target_layer_ids="1,2,4").target_layer_ids == (1, 2, 4)

@@ -10,6 +10,7 @@ import pytest
 from dflash_core import evaluation, stages
 from dflash_core.config import Config, load_config
 from dflash_core.drafter.spec import DrafterSpec
+from dflash_core.drafter_reading import read_drafter
 from dflash_core.results import database
 from dflash_core.results.query import run_query
 from dflash_core.results.records import EvaluationRecord
@@ -34,7 +35,7 @@ def evaluate(setup: setups.Setup, drafter: dict[str, Any]) -> tuple[Config, Eval
     config = load_config(setup.config)
     inspection = evaluation.inspect(str(setup.run / "step_1"), config)
     plan = stages.plan_target(config)
-    facts = evaluation.read_spec(inspection, config, plan.target.config)
+    facts = read_drafter(inspection, config, plan.target.config)
     key = stages.drafter_key(inspection, config)
     streamed = stages.stream_drafter(str(setup.run / "step_1"), config, inspection.ref.identity, key)
     transcripts = stages.write_transcripts(config)

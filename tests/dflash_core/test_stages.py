@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import polars
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_core import evaluation, progress, stages
 from dflash_core.config import Config, load_config, parse_config
+from dflash_core.drafter_reading import read_drafter
+from dflash_core.drafter_workload import counted_workload, expected_workload
 from dflash_core.errors import (
     ArtifactDamaged,
     CheckpointChanged,
     CheckpointMismatch,
     ConfigError,
+    DoesNotFit,
     HostUnreachable,
     PromptError,
     TargetError,
 )
 from dflash_core.results.records import BLOCK_SCHEMA
 from dflash_core.store import Store
-from dflash_core.target import loading, runtime
+from dflash_core.target import cpu, loading, rendering, runtime
 from dflash_core.target import transcripts as written
 from tests.support.direct import Evaluated, evaluate_directly
 from tests.support.scene import Setup, make_setup
@@ -63,7 +69,7 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def run_drafter(config: Config, evaluated: Evaluated, **spec: Any) -> stages.Manifest:
-    drafter = evaluation.read_spec(
+    drafter = read_drafter(
         evaluation.inspect(evaluated.record.checkpoint.url, config), config, stages.plan_target(config).target.config
     )
     return stages.run_drafter(config, evaluated.spec | spec, evaluated.manifests["drafter"]["key"], drafter)
@@ -99,7 +105,7 @@ class TestPlan:
             return dataclasses.replace(target, config=dataclasses.replace(target.config, dtype="bfloat16"))
 
         monkeypatch.setattr(stages, "resolve_target", resolved)
-        monkeypatch.setattr(runtime, "cpu_flags", frozenset)
+        monkeypatch.setattr(cpu, "cpu_flags", frozenset)
         assert stages.plan_target(changed(config, target={"compute_dtype": "float32"})).store_dtype == "float32"
         auto = stages.plan_target(changed(config, target={"compute_dtype": "auto"}))
         assert (auto.compute_dtype, auto.store_dtype) == ("float32", "bfloat16")
@@ -282,3 +288,129 @@ def test_a_drafter_whose_link_broke_is_gone_on_with_by_the_next_attempt(
         assert stages.stream_drafter(url, remote, identity, key)["was_built"]
         assert list((tmp_path / "store" / "unfinished").iterdir()) == []
         assert (server.write_attempts, server.execs) == ([], [])
+
+
+def test_the_configured_mask_token_is_compared_and_part_of_the_key(
+    tmp_path: Path, config: Config, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether an embedding is the target's hangs on that row, and a checkpoint may leave it to `drafter.config`."""
+    weights = load_file(Path(checkpoint) / "model.safetensors")
+    mixed = tmp_path / "run" / "step_7"
+    shutil.copytree(checkpoint, mixed)
+    save_file(weights | {"embed_tokens.weight": torch.zeros(40, 8)}, mixed / "model.safetensors")
+    keys, compared = {}, []
+
+    def stream(*_: Any, mask_ids: set[int], **__: Any) -> None:
+        compared.append(mask_ids)
+        raise CheckpointChanged("far enough")
+
+    monkeypatch.setattr(stages, "stream_checkpoint", stream)
+    for mask in (30, 31):
+        (tmp_path / "draft.json").write_text(json.dumps({"dflash_config": {"mask_token_id": mask}}))
+        asked = config.model_copy(
+            update={"drafter": config.drafter.model_copy(update={"config": str(tmp_path / "draft.json")})}
+        )
+        for folder in (mixed, Path(checkpoint)):
+            inspection = evaluation.inspect(str(folder), asked)
+            keys[folder.name, mask] = stages.drafter_key(inspection, asked)
+        with pytest.raises(CheckpointChanged):
+            stages.stream_drafter(str(mixed), asked, "", keys["step_7", mask])
+    assert compared == [{30}, {31}]
+    assert keys["step_7", 30] != keys["step_7", 31]
+    assert keys["step_1", 30] == keys["step_1", 31], "without tables nothing hangs on it"
+
+
+class TestMemory:
+    """The plan of a drafter's memory: made of what is free, kept with the blocks, and no part of what names them."""
+
+    def free(self, monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+        monkeypatch.setattr("dflash_core.drafter.device.own_free_bytes", lambda: num_bytes)
+
+    def again(self, config: Config, evaluated: Evaluated) -> stages.Manifest:
+        shutil.rmtree(Path(config.store) / stages.BLOCKS_KIND)
+        return run_drafter(config, evaluated)
+
+    def test_little_room_gives_smaller_slices_and_the_same_blocks_under_the_same_key(
+        self, config: Config, evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usual = evaluated.manifests["blocks"]["meta"]["memory"]
+        assert sum(usual["parts"].values()) == usual["needed_bytes"]
+        self.free(monkeypatch, usual["needed_bytes"] - usual["needed_bytes"] // 200)
+        told: list[tuple[str, float, str]] = []
+        with progress.listening(lambda stage, done, _: told.append((stage, done, progress.detail(stage)))):
+            manifest = self.again(config, evaluated)
+        assert told[0][:2] == ("run_drafter", 0)
+        assert told[0][2].startswith("on cpu in float32, 0.")
+        assert manifest["was_built"]
+        assert manifest["key"] == evaluated.manifests["blocks"]["key"]
+        assert manifest["meta"]["memory"]["at_once"] != usual["at_once"]
+        assert manifest["meta"]["memory"]["needed_bytes"] < usual["needed_bytes"]
+        artifact = Store(config.store).find(stages.BLOCKS_KIND, manifest["key"])
+        assert artifact is not None
+        found = polars.read_parquet(artifact.file(stages.BLOCKS_NAME))
+        assert evaluated.record.blocks is not None
+        assert found.drop("miss_rank").equals(evaluated.record.blocks.drop("miss_rank"))
+
+    def test_a_machine_without_room_for_one_block_refuses_before_it_loads_anything(
+        self, config: Config, evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.free(monkeypatch, 1 << 20)
+        monkeypatch.setattr("dflash_core.drafter_run.load_drafter", None)
+        with pytest.raises(
+            DoesNotFit, match=r"even one block at a time: \d+ MiB needed \(.*\), 1 MiB free on this machine"
+        ):
+            self.again(config, evaluated)
+
+    def test_blocks_that_are_there_need_no_room(
+        self, config: Config, evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.free(monkeypatch, 1)
+        assert not run_drafter(config, evaluated)["was_built"]
+        known = evaluation.known_evaluation(config, evaluation.inspect(evaluated.record.checkpoint.url, config))
+        assert known is not None
+        assert known.evaluation_id == evaluated.record.evaluation_id
+
+    def test_what_is_expected_before_the_transcripts_are_read_is_no_less_than_what_they_hold(
+        self, config: Config, evaluated: Evaluated
+    ) -> None:
+        plan = stages.plan_target(config)
+        facts: dict[str, Any] = {
+            "block_size": 8,
+            "extras": {"temperatures": [1.0]},
+            "has_own_head": True,
+            "store_dtype": plan.store_dtype,
+        }
+        expected = expected_workload(plan.rendering, evaluated.manifests["transcripts"]["meta"], **facts)
+        counted = counted_workload(stages.read_transcripts(config, plan), **facts)
+        for name in ("longest_tokens", "num_tokens", "num_transcripts", "most_anchors"):
+            assert getattr(expected, name) >= getattr(counted, name) > 0, name
+        assert expected.num_tokens == counted.num_tokens
+        assert expected.is_target_head_held
+        assert expected.stored_itemsize == counted.stored_itemsize == 4
+
+
+class TestRendering:
+    def test_the_tokenizer_is_read_once_until_a_file_of_it_changes(
+        self, config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "target"
+        shutil.copytree(str(config.target.model), folder, copy_function=shutil.copy2)
+        # A store that is not there: nothing is found that other processes left.
+        own = changed(config, target={"model": str(folder)}).model_copy(update={"store": str(tmp_path / "none")})
+        read: list[int] = []
+        load = rendering.load_tokenizer
+        monkeypatch.setattr(rendering, "load_tokenizer", lambda target: read.append(1) or load(target))
+        first = stages.plan_target(own)
+        assert stages.plan_target(own) == first
+        assert len(read) == 1
+        shorter = stages.plan_target(changed(own, completions={"max_new_tokens": 3}))
+        assert shorter.transcripts_key != first.transcripts_key
+        assert len(read) == 2
+        template = next(
+            path for path in (folder / "chat_template.jinja", folder / "tokenizer_config.json") if path.exists()
+        )
+        template.write_text(template.read_text(encoding="utf-8").replace("w11", "w12"), encoding="utf-8")
+        later = stages.plan_target(own)
+        assert len(read) == 3
+        assert later.rendering.template_digest != first.rendering.template_digest
+        assert later.rendering.prompts != first.rendering.prompts

@@ -38,4 +38,5 @@ def test_the_demo_shows_a_rise_on_what_was_trained_on_and_reads_a_tenth(tmp_path
         assert result["bytes_total"] > 10 * wanted
     page = Path(shown["report"]).read_text()
     assert "stand-in" in page
-    assert "<svg" in page
+    assert "plotly" in page
+    assert '<ol class="drafts">' in page, "the drafts of its best and worst prompts"

@@ -65,6 +65,8 @@ def worker(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+    for pool in ("gpu", "cpu"):  # workers that have ended pass for live ones for a while
+        prefect("--no-prompt", "work-pool", "delete", pool, env=environment)
 
 
 @pytest.mark.slow

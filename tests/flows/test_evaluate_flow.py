@@ -37,10 +37,10 @@ def setup(tmp_path: Path) -> Setup:
     return make_setup(tmp_path / "s")
 
 
-def evaluate(setup: Setup, checkpoint: Path | str) -> dict[str, Any]:
+def evaluate(setup: Setup, checkpoint: Path | str, **options: Any) -> dict[str, Any]:
     from flows.evaluate_checkpoint import evaluate_checkpoint
 
-    return evaluate_checkpoint(str(checkpoint), str(setup.config))
+    return evaluate_checkpoint(str(checkpoint), str(setup.config), **options)
 
 
 def rows_of(setup: Setup) -> dict[str, list[tuple[Any, ...]]]:
@@ -68,12 +68,27 @@ def has_tables(setup: Setup) -> bool:
 class TestEvaluateFlow:
     def test_the_first_run_computes_and_the_second_finds_everything(self, setup: Setup) -> None:
         first = evaluate(setup, setup.run / "step_1")
-        second = evaluate(setup, setup.run / "step_1")
+        second = evaluate(setup, setup.run / "step_1", refresh=["results"])
         assert first["cached"] == dict.fromkeys(STAGES, False)
         assert second["cached"] == dict.fromkeys(STAGES, True)
         assert second["datasets"] == first["datasets"]
         assert first["datasets"]["all"]["num_prompts"] == 4
         assert set(first["groups"]) == {"first half", "second half"}
+
+    def test_what_is_scored_is_answered_from_the_database_without_a_task(
+        self, setup: Setup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also in a run of a deployment, as when watch and trainer both start it."""
+        first = evaluate(setup, setup.run / "step_1")
+        for name in ("plan_target", "stream_checkpoint", "run_drafter", "write_results"):
+            monkeypatch.setattr(f"flows.evaluate_checkpoint.{name}", None)
+        shutil.rmtree(Store(setup.folder / "store").root / "blocks")
+        known = evaluate(setup, setup.run / "step_1")
+        assert known["datasets"] == first["datasets"]
+        assert known["evaluation_id"] == first["evaluation_id"]
+        assert list(known["seconds"]) == ["answer_from_store"]
+        with pytest.raises(TypeError):  # other conditions are not known
+            evaluate(setup, setup.run / "step_1", block_size=4)
 
     def test_a_new_checkpoint_does_not_touch_the_target(self, setup: Setup) -> None:
         evaluate(setup, setup.run / "step_1")
@@ -91,7 +106,7 @@ class TestEvaluateFlow:
     def test_rows_are_replaced_not_doubled(self, setup: Setup) -> None:
         evaluate(setup, setup.run / "step_1")
         once = rows_of(setup)
-        evaluate(setup, setup.run / "step_1")
+        evaluate(setup, setup.run / "step_1", refresh=["results"])
         assert rows_of(setup) == once
 
     def test_the_same_step_with_new_bytes_is_a_new_checkpoint(self, setup: Setup) -> None:
@@ -105,7 +120,7 @@ class TestEvaluateFlow:
     def test_a_vanished_artifact_is_made_again(self, setup: Setup, kind: str) -> None:
         first = evaluate(setup, setup.run / "step_1")
         shutil.rmtree(Store(setup.folder / "store").root / kind)
-        again = evaluate(setup, setup.run / "step_1")
+        again = evaluate(setup, setup.run / "step_1", refresh=["results"])
         assert again["datasets"] == first["datasets"]
         assert again["evaluation_id"] == first["evaluation_id"]
         stage_of = {"transcripts": "write_transcripts", "hidden_states": "extract_hidden_states"}
@@ -164,9 +179,25 @@ class TestEvaluateFlow:
         with duckdb.connect(str(setup.results), read_only=True) as connection:
             found = connection.execute("SELECT status, error FROM evaluations").fetchall()
             assert connection.execute("SELECT count(*) FROM acceptance").fetchone() == (0,)
+            (bytes_read,) = connection.execute("SELECT bytes_read FROM evaluations").fetchall()
+        assert bytes_read[0] > 0, "its index was read"
         assert len(found) == 1
         assert found[0][0] == "failed"
         assert "vocabulary is 999" in found[0][1]
+
+    def test_a_failure_after_streaming_tells_what_was_read(self, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_arguments: Any) -> None:
+            raise DoesNotFit("no room")
+
+        monkeypatch.setattr("flows.evaluate_checkpoint.ensure_prepared", fail)
+        with pytest.raises(DoesNotFit):
+            evaluate(setup, setup.run / "step_1")
+        monkeypatch.undo()
+        shutil.rmtree(setup.folder / "store" / "drafter")
+        done = evaluate(setup, setup.run / "step_1")
+        with duckdb.connect(str(setup.results), read_only=True) as connection:
+            read = dict(connection.execute("SELECT status, bytes_read FROM evaluations").fetchall())
+        assert read["failed"] == read["done"] == done["bytes_read"] > 10_000
 
     @pytest.mark.parametrize("moment", ["before streaming", "while streaming"])
     def test_a_checkpoint_that_is_rotated_away_is_a_vanished_row(
@@ -179,10 +210,10 @@ class TestEvaluateFlow:
         }[moment]
         original = getattr(importlib.import_module(module), name)
 
-        def rotate_and_go_on(*arguments: Any) -> Any:
+        def rotate_and_go_on(*arguments: Any, **named: Any) -> Any:
             if step.exists() and (moment == "before streaming" or arguments[0] == "stream_checkpoint"):
                 step.rename(elsewhere)
-            return original(*arguments)
+            return original(*arguments, **named)
 
         monkeypatch.setattr(f"{module}.{name}", rotate_and_go_on)
         with pytest.raises(CheckpointVanished, match="step_1.* while it was read|step_1 vanished before") as caught:

@@ -11,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import duckdb
 import pytest
 
-from dflash_core.errors import InputError
+from dflash_core.errors import InputError, NoResults
+from dflash_core.results.connection import reading
 from flows.services import Running, Services
+from tests.support.network import attempts, deny_network
 from tests.support.scene import Setup, make_setup
 
 
@@ -46,6 +47,15 @@ def wait_until_gone(process: Running) -> None:
         time.sleep(0.01)
 
 
+def statuses(setup: Setup) -> list[str]:
+    """Return how the evaluations ended that are in the database by now."""
+    try:
+        with reading(setup.results) as connection:
+            return [status for (status,) in connection.execute("SELECT status FROM evaluations").fetchall()]
+    except NoResults:
+        return []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 def test_up_scores_a_run_and_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +63,8 @@ def test_up_scores_a_run_and_down_leaves_nothing(tmp_path: Path, monkeypatch: py
     state = tmp_path / "state"
     arguments = ("--state", str(state), "--port", str(free_port()), "--json")
     monkeypatch.setenv("PREFECT_WORKER_QUERY_SECONDS", "1")
+    for name, value in deny_network(tmp_path / "attempts").items():
+        monkeypatch.setenv(name, value)
     try:
         first = setup.cli("up", str(setup.run), *arguments)
         assert first.returncode == 0, first.stderr
@@ -68,16 +80,14 @@ def test_up_scores_a_run_and_down_leaves_nothing(tmp_path: Path, monkeypatch: py
         now = json.loads(third.stdout)["services"]
         assert {name for name in pids if now[name] != pids[name]} == {"worker-cpu"}
         end = time.monotonic() + 120
-        while not setup.results.exists() and time.monotonic() < end:
+        while (found := statuses(setup)) == [] and time.monotonic() < end:
             time.sleep(0.5)
-        assert setup.results.exists(), (state / "services" / "watch.log").read_text()[-2000:]
-        time.sleep(1)
-        with duckdb.connect(str(setup.results), read_only=True) as connection:
-            assert connection.execute("SELECT status FROM evaluations").fetchall() == [("done",)]
+        assert found == ["done"], (state / "services" / "watch.log").read_text()[-2000:]
     finally:
         last = setup.cli("down", "--state", str(state), "--json")
     assert last.returncode == 0, last.stderr
     assert json.loads(last.stdout)["ended"] == ["watch", "worker-gpu", "worker-cpu", "server"]
+    assert attempts(tmp_path / "attempts") == [], "nothing is asked of the internet"
     assert processes_of(state) == {}
     assert json.loads(setup.cli("down", "--state", str(state), "--json").stdout) == {"ended": []}
 

@@ -15,7 +15,7 @@ from dflash_core.errors import InputError
 from flows import watching
 from flows.watch_choice import Choice
 from flows.watch_values import RunsUsedUp, WatchEvent
-from flows.watching import Watch
+from flows.watching import MAX_ATTEMPTS, MAX_HOST_ATTEMPTS, Watch
 from tests.support.direct import evaluate_directly
 from tests.support.scene import Setup, make_setup
 from tests.support.watching import Clock, chain, clean, kinds, make_watch, rows
@@ -128,6 +128,24 @@ def test_each_checkpoint_gets_one_run_which_scores_it(setup: Setup, pool: Pool, 
     assert len(pool.runs(setup)) == 2
 
 
+def test_a_box_that_cannot_tell_what_is_known_has_the_run_tell(
+    setup: Setup, pool: Pool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watch needs neither the target nor the GPU of the boxes that score, and gives nothing up for that."""
+    clock.due[30.0] = lambda: pool.score(setup)
+    watch_pool(setup, []).run(once=True, every_s=10)
+
+    def cannot(*_arguments: Any) -> None:
+        raise InputError("device = 'cuda', but torch sees no CUDA device; set device: auto or cpu")
+
+    monkeypatch.setattr(watching, "known_result", cannot)
+    again = watch_pool(setup, [])
+    again.run(once=True, every_s=10)
+    assert again.failures == {}
+    assert len(again.scored_elsewhere) == 2
+    assert len(pool.runs(setup)) == 2, "the completed ones were given back"
+
+
 def test_two_watches_share_the_runs_of_one_folder(setup: Setup, pool: Pool, clock: Clock) -> None:
     first_events: list[WatchEvent] = []
     second_events: list[WatchEvent] = []
@@ -194,6 +212,93 @@ def test_a_checkpoint_rotated_away_while_its_run_is_under_way_still_ends(
     assert [Path(url).name for url in watch.scored_elsewhere] == ["step_1"], "its result cannot be told any more"
 
 
+def test_a_run_that_a_killed_worker_had_taken_is_called_off_and_started_again(
+    setup: Setup, pool: Pool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between taking it and its beginning: the run is pending, and no heartbeat of it is missed."""
+    from flows import watch_runs
+
+    events: list[WatchEvent] = []
+    watch = watch_pool(setup, events, choice=Choice(match=("step_1",)))
+
+    def take() -> None:
+        pool.end(pool.runs(setup)[0], "Pending")
+
+    clock.due[30.0] = take
+    clock.due[100.0] = lambda: monkeypatch.setattr(watch_runs, "BEGIN_LIMIT_S", 0.0)
+    clock.due[300.0] = lambda: pool.score(setup)
+    watch.run(once=False, every_s=10, stop=lambda: bool(watch.results or watch.failures))
+    first, second = pool.runs(setup)
+    assert first.state.is_crashed()
+    assert "did not begin within" in first.state.message
+    assert second.state.is_completed()
+    failed = [event.message for event in events if event.kind == "failed"]
+    assert len(failed) == 1
+    assert "the worker was killed, or hangs; attempt 1 of 3" in failed[0]
+    assert results_rows(setup) == [(1, "done")]
+
+
+def test_a_run_that_failed_for_what_is_wrong_with_the_checkpoint_is_not_made_again(
+    setup: Setup, pool: Pool, clock: Clock
+) -> None:
+    watch = watch_pool(setup, [], choice=Choice(match=("step_1",)))
+    message = "Flow run encountered an exception: CheckpointCorrupt: record 'data/0' has another CRC-32"
+    clock.due[30.0] = lambda: pool.end(pool.runs(setup)[0], "Failed", message)
+    watch.run(once=False, every_s=10, stop=lambda: bool(watch.failures))
+    assert clock.passed < 100, "given up at once"
+    again = watch_pool(setup, [], choice=Choice(match=("step_1",)))
+    again.run(once=True, every_s=10)
+    assert "CheckpointCorrupt" in next(iter(again.failures.values()))
+    assert len(pool.runs(setup)) == 1
+
+
+@pytest.mark.parametrize("name", ["CheckpointVanished", "HostUnreachable", "DoesNotFit", "ValueError"])
+def test_a_run_that_failed_for_another_reason_is_made_again(setup: Setup, pool: Pool, clock: Clock, name: str) -> None:
+    watch = watch_pool(setup, [], choice=Choice(match=("step_1",)))
+    message = f"Flow run encountered an exception: {name}: for a test"
+    clock.due[30.0] = lambda: pool.end(pool.runs(setup)[0], "Failed", message)
+    clock.due[200.0] = lambda: pool.score(setup)
+    watch.run(once=False, every_s=10, stop=lambda: bool(watch.failures or watch.results))
+    assert len(pool.runs(setup)) == 2
+    assert len(watch.results) == 1
+
+
+def test_a_machine_at_fault_for_half_an_hour_uses_nothing_up(setup: Setup, pool: Pool, clock: Clock) -> None:
+    """As with a watch that computes by itself: its disk is full, and every run that is started meanwhile fails."""
+    watch = watch_pool(setup, [], choice=Choice(match=("step_1",)))
+
+    def fail() -> None:
+        for run in pool.runs(setup):
+            if run.state.is_scheduled():
+                pool.end(
+                    run, "Failed", "Flow run encountered an exception: OSError: [Errno 28] No space left on device"
+                )
+
+    for at in range(20, 1800, 20):
+        clock.due[float(at)] = fail
+    clock.due[1850.0] = clock.due[2200.0] = lambda: pool.score(setup)
+    watch.run(once=False, every_s=10, stop=lambda: bool(watch.failures or watch.results))
+    assert watch.failures == {}
+    assert len(watch.results) == 1
+    assert MAX_ATTEMPTS < len(pool.runs(setup)) < MAX_HOST_ATTEMPTS
+
+
+def test_prefect_tells_the_type_of_what_a_flow_raised() -> None:
+    """What `_is_over` reads is Prefect's wording; this fails where a newer one has another."""
+    import asyncio
+
+    from prefect.states import exception_to_failed_state
+
+    from dflash_core.errors import CheckpointCorrupt
+    from flows.watch_runs import _FAULTS_OF_CHECKPOINTS, _RAISED
+
+    made = exception_to_failed_state(CheckpointCorrupt("cut off"), message="Flow run encountered an exception:")
+    state = asyncio.run(made) if asyncio.iscoroutine(made) else made
+    found = _RAISED.search(state.message or "")
+    assert found is not None
+    assert found[1] in _FAULTS_OF_CHECKPOINTS
+
+
 def test_other_conditions_are_other_runs(setup: Setup) -> None:
     from flows.watch_runs import DeployedRuns
 
@@ -204,6 +309,25 @@ def test_other_conditions_are_other_runs(setup: Setup) -> None:
     keys = {runs.key(first, 1), runs.key(second, 1), runs.key(first, 2), short.key(first, 1)}
     assert len(keys) == 4
     assert runs.key(first, 1) == deployed(setup).key(first, 1)
+
+
+def test_edited_prompts_and_raised_versions_are_other_runs(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key belongs to one run for ever: a completed one must not stand for what was never scored."""
+    from flows import watch_runs
+
+    prompts = setup.folder / "others.jsonl"
+    lines = Path(load_config(str(setup.config)).prompts).read_text().splitlines(keepends=True)
+    prompts.write_text("".join(lines))
+    setup.change_config(prompts=str(prompts))
+    inspection = evaluation.inspect(str(setup.run / "step_1"), load_config(str(setup.config)))
+    runs = deployed(setup)
+    before = runs.key(inspection, 1)
+    prompts.write_text("".join(lines[1:]))
+    edited = runs.key(inspection, 1)
+    monkeypatch.setattr(watch_runs, "_VERSIONS", [*watch_runs._VERSIONS[:-1], "raised"])
+    raised = runs.key(inspection, 1)
+    prompts.unlink()  # on a box that has no such file, the worker's decides
+    assert len({before, edited, raised, runs.key(inspection, 1)}) == 4
 
 
 def test_a_deployment_that_does_not_exist_is_named(setup: Setup) -> None:

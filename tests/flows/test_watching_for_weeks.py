@@ -166,6 +166,25 @@ def test_a_watch_that_starts_again_scores_nothing_twice_even_with_a_limit(
     assert rows(setup) == [(1, "done"), (2, "done"), (2, "done"), (3, "done")]
 
 
+def test_a_watch_that_starts_again_looks_no_further_for_each_that_is_known(
+    setup: Setup, events: list[WatchEvent], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_watch(setup, []).run(once=True, every_s=1)
+    setup.add_step(3)
+    looks: list[int] = []
+    watch = make_watch(setup, events)
+    real_look = watch.look
+
+    def look() -> list[Any]:
+        looks.append(len(watch.results))
+        return real_look()
+
+    monkeypatch.setattr(watch, "look", look)
+    watch.run(once=False, every_s=10, stop=lambda: len(watch.results) == 3)
+    assert kinds(events) == [("known", "step_1"), ("known", "step_2"), ("scored", "step_3")]
+    assert looks == [0, 0, 3], "two looks until they have settled, and one after what took a while"
+
+
 WATCH_ONCE = """
 import sys
 from dflash_core.config import load_config

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_core import evaluation, stages
 from dflash_core.config import Config
+from dflash_core.drafter_reading import read_drafter
 from dflash_core.results.records import EvaluationRecord
 
 
@@ -39,7 +40,7 @@ def evaluate_directly(config: Config, checkpoint: Path | str) -> Evaluated:
     inspection = evaluation.inspect(str(checkpoint), config)
     evaluation.require_ready(inspection)
     plan = stages.plan_target(config)
-    drafter = evaluation.read_spec(inspection, config, plan.target.config)
+    drafter = read_drafter(inspection, config, plan.target.config)
     key = stages.drafter_key(inspection, config)
     streamed = stages.stream_drafter(str(checkpoint), config, inspection.ref.identity, key)
     transcripts = stages.write_transcripts(config)

@@ -45,7 +45,7 @@ def test_a_record_counts_where_another_box_has_the_artifact_and_not_where_it_is_
 ) -> None:
     records = ResultStore(result_storage=LocalFileSystem(basepath=str(tmp_path / "records")))
     builder, reader, late = (config_of(server, tmp_path / name) for name in ("builder", "reader", "late"))
-    records.write({"was_built": True}, key="kind-k1")
+    records.write({"was_built": True, "meta": {"size": 3}}, key="kind-k1")
     assert key_of(records, reader) is None, "a record of nothing: run"
     store_of(builder).build("kind", "k1", write)
     assert key_of(records, reader) == "kind-k1"

@@ -19,6 +19,7 @@ from prefect.states import Completed, exception_to_failed_state
 
 from dflash_core import evaluation, stages
 from dflash_core.config import Config, load_config
+from dflash_core.drafter_reading import read_drafter
 from dflash_core.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -38,7 +39,7 @@ from tests.support.direct import Evaluated, evaluate_directly
 from tests.support.scene import Setup, make_setup
 
 NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "tasks").glob("*.py"))
-NAMES = [name for name in NAMES if name not in ("__init__", "caching")]
+NAMES = [name for name in NAMES if name not in ("__init__", "caching", "naming")]
 LAYERS = [1, 2, 4]
 
 
@@ -105,33 +106,45 @@ class TestPolicy:
     def test_a_record_counts_only_while_its_artifact_is_whole(self, records: ResultStore, tmp_path: Path) -> None:
         store = Store(tmp_path / "store")
         assert self.key(records, store) == "kind-k1", "no record yet: run, and keep one"
-        records.write({"was_built": True}, key="kind-k1")
+        records.write({"was_built": True, "meta": {"size": 3}}, key="kind-k1")
         assert self.key(records, store) is None, "a record of nothing: run"
         artifact = store.build("kind", "k1", lambda folder: {"size": (folder / "a").write_bytes(b"abc")})
         assert self.key(records, store) == "kind-k1"
         artifact.file("a").write_bytes(b"abd")
         assert self.key(records, store) is None, "altered: run"
 
+    def test_a_record_of_what_was_made_otherwise_since_does_not_count(
+        self, records: ResultStore, tmp_path: Path
+    ) -> None:
+        """An artifact vanished and was made again, and says something else: the digest of its transcripts, say."""
+        store = Store(tmp_path / "store")
+        records.write({"was_built": True, "meta": {"size": 3}}, key="kind-k1")
+        store.build("kind", "k1", lambda folder: {"size": (folder / "a").write_bytes(b"abcd")})
+        assert self.key(records, store) is None
+        records.write({"another version": "wrote this"}, key="kind-k1")
+        assert self.key(records, store) is None
+
     def test_kinds_do_not_share_records(self, records: ResultStore, tmp_path: Path) -> None:
         store = Store(tmp_path / "store")
         assert self.key(records, store, "a") != self.key(records, store, "b")
 
-    def test_a_kind_may_say_itself_when_it_is_whole(self, records: ResultStore, tmp_path: Path) -> None:
-        records.write({}, key="kind-k1")
+    def test_a_kind_may_say_itself_what_it_holds(self, records: ResultStore, tmp_path: Path) -> None:
+        records.write({"meta": {"layers": [1]}}, key="kind-k1")
         store = Store(tmp_path / "store")
-        assert self.key(records, store, is_whole=lambda _kind, _inputs: True) == "kind-k1"
-        assert self.key(records, store, is_whole=lambda _kind, _inputs: False) is None
+        assert self.key(records, store, find_meta=lambda _kind, _inputs: {"layers": [1]}) == "kind-k1"
+        assert self.key(records, store, find_meta=lambda _kind, _inputs: {"layers": [2]}) is None
+        assert self.key(records, store, find_meta=lambda _kind, _inputs: None) is None
 
     def test_hidden_states_are_whole_while_every_layer_is(self, config: Config, evaluated: Evaluated) -> None:
         policy = extract_hidden_states.cache_policy
         assert isinstance(policy, ArtifactPolicy)
         transcripts = evaluated.manifests["transcripts"]["meta"]["digest"]
         inputs = {"config": config, "store": config.store, "key": "k", "transcripts": transcripts, "layers": LAYERS}
-        assert policy.is_whole(policy.kind, inputs)
-        assert not policy.is_whole(policy.kind, inputs | {"layers": [1, 3]})
+        assert policy.find_meta(policy.kind, inputs) == evaluated.manifests["hidden_states"]["meta"]
+        assert policy.find_meta(policy.kind, inputs | {"layers": [1, 3]}) is None
         (path,) = Store(config.store).root.glob("hidden_states/*/layer_0004.safetensors")
         path.write_bytes(path.read_bytes()[:-1])
-        assert not policy.is_whole(policy.kind, inputs)
+        assert policy.find_meta(policy.kind, inputs) is None
 
 
 class TestRetrying:
@@ -167,7 +180,7 @@ class TestBodies:
         store, manifests = config.store, evaluated.manifests
         checkpoint = evaluated.record.checkpoint
         plan = stages.plan_target(config)
-        drafter = evaluation.read_spec(evaluation.inspect(checkpoint.url, config), config, plan.target.config)
+        drafter = read_drafter(evaluation.inspect(checkpoint.url, config), config, plan.target.config)
         keys = {name: manifest["key"] for name, manifest in manifests.items()}
         assert plan_target.fn(config) == plan
         answers = {

@@ -163,7 +163,7 @@ class _Asking:
         return to_transcript(answer, prompt, self._tokenizer, self._limits)
 
     def _report(self) -> None:
-        progress.report(KIND, len(self._finished), self._job.num_prompts)
+        progress.report(KIND, len(self._finished), self._job.num_prompts, unit="transcripts")
 
     def _facts(self, served: Served, finished: Sequence[Finished]) -> dict[str, Any]:
         return {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_core.target.runtime import host_threads, using_threads
+from dflash_core.target.cpu import host_threads
+from dflash_core.target.runtime import using_threads
 
 
 @pytest.mark.parametrize(

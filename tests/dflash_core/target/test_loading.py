@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from dflash_core.errors import DoesNotFit, TargetError
 from dflash_core.store import Store
-from dflash_core.target import loading, runtime
+from dflash_core.target import cpu, loading, runtime
+from dflash_core.target.cpu import cpu_dtype
 from dflash_core.target.loading import Target, read_target_folder, resolve_target
-from dflash_core.target.runtime import check_memory, cpu_dtype, load_model
+from dflash_core.target.runtime import check_memory, load_model
 from tests.support import tiny
 
 WEIGHTS = "model.safetensors"
@@ -267,8 +268,11 @@ class TestMemory:
         expected: str,
     ) -> None:
         change_config(folder, dtype=stored)
-        monkeypatch.setattr(runtime, "cpu_flags", lambda: frozenset(flags))
+        monkeypatch.setattr(cpu, "cpu_flags", lambda: frozenset(flags))
         assert cpu_dtype(configured, read(folder)) == expected
+
+    def test_the_bytes_of_each_dtype_are_those_of_torch(self) -> None:
+        assert {name: dtype.itemsize for name, dtype in runtime.DTYPES.items()} == cpu.ITEMSIZES
 
 
 class TestGguf:
