@@ -122,7 +122,8 @@ def evaluate_checkpoint(
             if known is not None:
                 conclude(settings, known)
                 return known
-            with live_progress(f"{inspection.ref.run}:{inspection.ref.step}"):
+            ref = inspection.ref
+            with live_progress(ref.run if ref.step is None else f"{ref.run}:{ref.step}"):
                 wanted = _Wanted(settings, config, checkpoint, inspection, prepare)
                 result = _evaluate(wanted, clock, again)
         conclude(settings, result)
