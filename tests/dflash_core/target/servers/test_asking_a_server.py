@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,69 +13,17 @@ import pytest
 
 from dflash_core import progress
 from dflash_core.config import CompletionSettings
-from dflash_core.errors import ConfigError, PromptError, ServerError, ServerMismatch
-from dflash_core.store import Artifact, Store
-from dflash_core.target.loading import Target, read_target_folder
-from dflash_core.target.rendering import Rendering, load_tokenizer
+from dflash_core.errors import ConfigError, PromptError, ServerMismatch
+from dflash_core.store import Artifact
+from dflash_core.target.loading import Target
+from dflash_core.target.rendering import Rendering
 from dflash_core.target.servers import client
-from dflash_core.target.servers import source as server_source
-from dflash_core.target.servers.client import Patience
 from dflash_core.target.servers.source import ServerSource
-from dflash_core.target.transcripts import (
-    LocalSource,
-    read_transcripts,
-    transcripts_key,
-    write_transcripts,
-)
+from dflash_core.target.transcripts import LocalSource, read_transcripts, transcripts_key
 from tests.dflash_core.target.servers.served_prompts import MAX_NEW_TOKENS, PROMPTS, ask, rendered
-from tests.support.completion_server import Behaviour, CompletionServer
+from tests.support.served_transcripts import APIS, Start, refusal, write
 
-APIS = ("sglang", "vllm", "openai")
-Start = Callable[..., CompletionServer]
-
-
-@pytest.fixture
-def start(target: Target, local: Artifact) -> Iterator[Start]:
-    """Start servers that answer as the target does."""
-    said = {t.prompt_ids: (list(t.response_ids), t.stop_reason) for t in read_transcripts(local)}
-    with ExitStack() as stack:
-
-        def start(api: str, **changes: Any) -> CompletionServer:
-            def continue_ids(prompt: Sequence[int]) -> tuple[list[int], str]:
-                # Of a prompt that is read wrongly it says anything.
-                return said.get(tuple(prompt), ([40] * MAX_NEW_TOKENS, "length"))
-
-            tokenizer = load_tokenizer(target)
-            behaviour = Behaviour(api=api, continue_ids=continue_ids, tokenizer=tokenizer, **changes)
-            return stack.enter_context(CompletionServer(behaviour).running())
-
-        yield start
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_source, "PATIENCE", Patience(attempts=3, first_wait_s=0.01, longest_wait_s=0.05))
-
-
-def write(
-    target: Target, server: CompletionServer | str, folder: Path, rendering: Rendering | None = None, **settings: Any
-) -> Artifact:
-    url = server if isinstance(server, str) else server.url
-    source = ServerSource(settings=CompletionSettings(source="server", base_url=url, **settings))
-    return write_transcripts(
-        Store(folder), target, rendering or rendered(target), source, max_new_tokens=MAX_NEW_TOKENS
-    )
-
-
-def refusal(
-    target: Target, server: CompletionServer | str, folder: Path, kind: type[Exception] = ServerError, **settings: Any
-) -> str:
-    with pytest.raises(kind) as refused:
-        write(target, server, folder, **settings)
-    assert type(refused.value) is kind
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 600
-    return str(refused.value)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 class TestAnswers:
@@ -254,123 +199,6 @@ class TestFailures:
         server = start("openai", always='set:choices.0.message.content="hello there"')
         message = refusal(target, server, tmp_path, ServerMismatch)
         assert "does not come back from the target's tokenizer" in message
-
-
-class TestWhatIsServed:
-    @pytest.mark.parametrize("api", APIS)
-    def test_another_model_is_refused_by_both_names(
-        self, target: Target, start: Start, tmp_path: Path, api: str
-    ) -> None:
-        server = start(api, model="Qwen/Qwen3-8B")
-        message = refusal(target, server, tmp_path, ServerMismatch)
-        assert "serves 'Qwen/Qwen3-8B', target.model is 'target'" in message
-        assert "completions.server_model: Qwen/Qwen3-8B" in message
-        assert server.asked == []
-
-    @pytest.mark.parametrize(("speaks", "names_owner"), [("sglang", False), ("vllm", False), ("openai", True)])
-    @pytest.mark.parametrize("api", ["auto", "configured"])
-    def test_what_it_speaks_is_found_out_or_taken_from_the_configuration(
-        self, target: Target, start: Start, tmp_path: Path, speaks: str, names_owner: bool, api: str
-    ) -> None:
-        """SGLang says what it is in a place of its own; without a name vLLM's chat endpoint is as good as any."""
-        server = start(speaks, names_owner=names_owner)
-        artifact = write(target, server, tmp_path, api="auto" if api == "auto" else speaks)
-        expected = "openai" if (api, speaks) == ("auto", "vllm") else speaks
-        assert artifact.meta["server"]["api"] == expected
-        assert ("messages" in server.asked[0]) == (expected == "openai")
-
-    def test_another_name_of_the_target_may_be_given(self, target: Target, start: Start, tmp_path: Path) -> None:
-        server = start("vllm", model="prod")
-        assert write(target, server, tmp_path, server_model="prod").meta["server"]["model"] == "prod"
-        assert {body["model"] for body in server.asked} == {"prod"}
-        message = refusal(target, server, tmp_path, ServerMismatch, server_model="other")
-        assert "serves 'prod', not completions.server_model = 'other'" in message
-
-    @pytest.mark.parametrize("name", ["/models/target", "org/Target", "target@main", "target.gguf"])
-    def test_paths_hub_ids_and_revisions_are_names_of_it(
-        self, target: Target, start: Start, tmp_path: Path, name: str
-    ) -> None:
-        assert write(target, start("openai", model=name), tmp_path).meta["server"]["model"] == name
-
-    def test_a_server_that_answers_as_another_model_is_refused(
-        self, target: Target, start: Start, tmp_path: Path
-    ) -> None:
-        server = start("openai", always='set:model="other"')
-        assert "answered as 'other' when 'target' was asked for" in refusal(target, server, tmp_path, ServerMismatch)
-
-    def test_a_server_that_changed_while_it_was_asked_leaves_nothing(
-        self, target: Target, start: Start, tmp_path: Path
-    ) -> None:
-        server = start("sglang")
-        inner = server.behaviour.continue_ids
-
-        def change(prompt: Sequence[int]) -> tuple[list[int], str]:
-            server.behaviour.api = "vllm"
-            return inner(prompt)
-
-        server.behaviour.continue_ids = change
-        message = refusal(target, server, tmp_path, ServerMismatch)
-        assert "was 'target' (sglang) at first and is 'target' (vllm) now" in message
-        assert not list((tmp_path / "unfinished").rglob("*.jsonl"))
-
-    @pytest.mark.parametrize("api", ["sglang", "vllm"])
-    def test_another_template_is_refused_with_both_numbers(
-        self, target: Target, start: Start, tmp_path: Path, api: str
-    ) -> None:
-        server = start(api)
-        template = server.behaviour.tokenizer.chat_template
-        server.behaviour.tokenizer.chat_template = "w12 " + template
-        message = refusal(target, server, tmp_path, ServerMismatch, concurrency=1)
-        assert "reads prompt 'p0' as 6 tokens, the target's tokenizer and template give 5" in message
-        server.behaviour.tokenizer.chat_template = template.replace("w11", "w12")
-        message = refusal(target, server, tmp_path, ServerMismatch, concurrency=1)
-        assert "as token 12 at place 4, the target's tokenizer and template give 11" in message
-        assert server.asked == []
-
-    def test_another_template_of_a_chat_endpoint_is_refused_with_both_numbers(
-        self, target: Target, start: Start, tmp_path: Path
-    ) -> None:
-        server = start("openai")
-        server.behaviour.tokenizer.chat_template = "w12 " + server.behaviour.tokenizer.chat_template
-        message = refusal(target, server, tmp_path, ServerMismatch, concurrency=1)
-        assert "as 6 tokens, the target's tokenizer and template give 5" in message
-
-    @pytest.mark.parametrize("api", APIS)
-    def test_a_prompt_that_the_server_counts_differently_is_refused(
-        self, target: Target, start: Start, tmp_path: Path, api: str
-    ) -> None:
-        server = start(api, prompt_tokens_off=1, gives_ids=False)
-        assert "as 6 tokens, the target's tokenizer and template give 5" in refusal(
-            target, server, tmp_path, ServerMismatch, concurrency=1
-        )
-
-    @pytest.mark.parametrize(
-        ("how", "kind"),
-        [({"tokenize_takes_messages": False}, "tokenizer"), ({"has_tokenize": False}, "none")],
-        ids=["text only", "no tokenize"],
-    )
-    def test_what_an_older_server_can_compare_is_recorded(
-        self, target: Target, local: Artifact, start: Start, tmp_path: Path, how: dict[str, Any], kind: str
-    ) -> None:
-        artifact = write(target, start("sglang", **how), tmp_path)
-        assert artifact.meta["rendering_check"] == kind
-        assert read_transcripts(artifact) == read_transcripts(local)
-
-    @pytest.mark.parametrize("thinking", [True, False])
-    def test_the_thinking_flag_reaches_the_servers_template(
-        self, target: Target, start: Start, tmp_path: Path, thinking: bool
-    ) -> None:
-        own = read_target_folder(Path(shutil.copytree(target.folder, tmp_path / "target")), name="target")
-        template = "{{ messages[-1]['content'] }} {% if enable_thinking %}w12{% else %}w13 w14{% endif %}"
-        (own.folder / "chat_template.jinja").write_text(template)
-        server = start("openai")
-        server.behaviour.tokenizer.chat_template = template
-        write(own, server, tmp_path / "store", rendered(own, [ask(0)], thinking))
-        assert server.asked[0]["chat_template_kwargs"] == {"enable_thinking": thinking}
-        always = start("openai")
-        always.behaviour.tokenizer.chat_template = template.replace("enable_thinking", str(not thinking).lower())
-        with pytest.raises(ServerMismatch):
-            write(own, always, tmp_path / "third", rendered(own, [ask(0)], thinking))
 
 
 class TestHowItIsAsked:
