@@ -26,6 +26,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.exceptions import MissingContextError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dflash_core import progress
 from dflash_core.acceptance.statistics import PairedDifference
@@ -39,6 +40,8 @@ from flows import screen
 UPDATE_EVERY_S = 5.0
 """The progress artifact is written so often; work that is done sooner leaves none."""
 _LAST_WORD_S = 5.0
+MAX_RETRIES = 2
+"""Of each request, after 2 and 4 s. Prefect's own 5 take a minute, which an evaluation that is done would wait."""
 _DIGEST_CHARACTERS = 12
 _COLUMNS = ("dataset", "tau", "95 % interval", "against the step before", "against the baseline", "prompts")
 
@@ -204,7 +207,8 @@ class _Reporter:
 
 def _write(label: str, create: Callable[[], Any]) -> None:
     try:
-        create()
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES}):
+            create()
     except Exception as error:  # an artifact is a view of what the database holds
         run_logger().warning("%s: an artifact could not be written: %s", label, _reason(error))
 

@@ -23,6 +23,8 @@ from dflash_core.store import Store
 STARTUP_LIMIT_S = 180.0
 """The first start migrates a new database, which took 31 s on a loaded machine."""
 START_ATTEMPTS = 3
+OWN_SERVER_RETRIES = 4
+"""Of each request to a server of our own, half a minute in all: one that does not answer for so long was killed."""
 
 
 def prepare_environment(store: str, *, debug: bool = False) -> Path:
@@ -82,9 +84,16 @@ def prefect_server(store: str, *, debug: bool = False) -> Iterator[str]:
         yield configured
         return
     with _own_server(state) as url:
-        from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+        from prefect.settings import (
+            PREFECT_API_URL,
+            PREFECT_CLIENT_MAX_RETRIES,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+            temporary_settings,
+        )
 
-        with temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        most = min(PREFECT_CLIENT_MAX_RETRIES.value(), OWN_SERVER_RETRIES)
+        own = {PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None, PREFECT_CLIENT_MAX_RETRIES: most}
+        with temporary_settings(own):
             try:
                 yield url
             finally:
