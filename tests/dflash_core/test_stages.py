@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,18 @@ def test_the_configured_mask_token_is_compared_and_part_of_the_key(
     assert compared == [{30}, {31}]
     assert keys["step_7", 30] != keys["step_7", 31]
     assert keys["step_1", 30] == keys["step_1", 31], "without tables nothing hangs on it"
+
+
+def test_steps_of_one_size_and_one_time_are_scored_with_their_own_weights(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path / "s", steps=(1, 2))
+    config, found = load_config(setup.config), []
+    for step in (1, 2):
+        for path in (setup.run / f"step_{step}").iterdir():
+            os.utime(path, (1_000_000_000, 1_000_000_000))
+        found.append(evaluate_directly(config, setup.run / f"step_{step}").record.checkpoint)
+    assert [one.step for one in found] == [1, 2]
+    assert found[0].weights_sha256 != found[1].weights_sha256
+    assert found[0].bytes_total == found[1].bytes_total, "or this tells nothing"
 
 
 class TestMemory:

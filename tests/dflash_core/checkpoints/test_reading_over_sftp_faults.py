@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -267,6 +267,15 @@ def test_what_lies_beyond_the_end_is_not_even_asked_for(
     assert [operation.name for operation in server.ops if operation.name == "read"] == []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job that a shell starts in the background is born deaf to SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_neither_half_a_file_nor_a_thread(
     server: RecordingSFTPServer, hosts: dict[str, HostSettings], out: Path
 ) -> None:

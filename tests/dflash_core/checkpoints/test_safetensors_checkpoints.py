@@ -148,6 +148,29 @@ def test_a_quantised_drafter_is_fetched_as_it_is(tmp_path: Path, dtype: torch.dt
     assert result.path.read_bytes() == save(tensors)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_two_steps_of_one_size_and_one_time_are_two_checkpoints(tmp_path: Path, num_shards: int) -> None:
+    """Copied within a second: SFTP tells times in whole seconds, and the format has no checksums."""
+    identities = []
+    for seed in (1, 2):
+        folder = tmp_path / "run" / f"step_{seed}"
+        folder.mkdir(parents=True)
+        names = sorted(drafter_tensors())
+        shards = [names[number::num_shards] for number in range(num_shards)]
+        files = [f"model-{number + 1:05}-of-{num_shards:05}.safetensors" for number in range(num_shards)]
+        if num_shards == 1:
+            files = ["model.safetensors"]
+        else:
+            weight_map = {name: file for file, held in zip(files, shards, strict=True) for name in held}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        for file, held in zip(files, shards, strict=True):
+            save_file({name: drafter_tensors(seed=seed)[name] for name in held}, folder / file)
+        for path in folder.iterdir():
+            os.utime(path, (1_000_000_000, 1_000_000_000))
+        identities.append(inspect_checkpoint(str(folder)).ref.identity)
+    assert identities[0] != identities[1]
+
+
 def test_identity_notices_a_rewrite_of_the_same_size(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(drafter_tensors(), path)
