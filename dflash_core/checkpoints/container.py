@@ -76,10 +76,13 @@ class Container(ABC):
     """Names in a pickle that no ordinary checkpoint holds."""
     weights_under: str | None
     """The key of a torch file's dict that holds the weights."""
+    has_checksums: bool
+    """Do checksums of the bytes stand in the index, and so in `identity`?"""
 
     def __init__(self, layout: Layout, display: str, files: Sequence[SourceFile]) -> None:
         self.layout, self.display, self.files = layout, display, tuple(files)
         self.tensors, self.identity, self.facts, self.odd_globals, self.weights_under = {}, "", {}, (), None
+        self.has_checksums = False
 
     @abstractmethod
     def plan(self, destinations: Mapping[str, int]) -> ReadPlan:
@@ -111,6 +114,7 @@ class JoinedContainer(Container):
     def __init__(self, layout: Layout, display: str, parts: Sequence[Container]) -> None:
         super().__init__(layout, display, [file for part in parts for file in part.files])
         self._parts = tuple(parts)
+        self.has_checksums = all(part.has_checksums for part in parts)
         self.holders: dict[str, Container] = {}
         """The part that each tensor lies in."""
 

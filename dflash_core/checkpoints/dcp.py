@@ -148,7 +148,7 @@ class DcpCheckpoint(Container):
     def _digest(self) -> str:
         digest = hashlib.sha256(b"dcp\0" + self._raw)
         for name, file in self._data.items():
-            digest.update(f"{name}\0{file.version}\n".encode(errors="surrogateescape"))
+            digest.update(f"{name}\0{file.stat.version}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def _find(self, names: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ class SafetensorsFile(Container):
             name: TensorInfo(element=tensor.element, shape=tensor.shape) for name, tensor in self.header.tensors.items()
         }
         digest = hashlib.sha256(b"safetensors\0" + self.header.raw)
-        digest.update(f"{file.version}\n".encode(errors="surrogateescape"))
+        digest.update(f"{file.stat.version}\n".encode())
         self.identity = digest.hexdigest()
 
     def plan(self, destinations: Mapping[str, int]) -> ReadPlan:

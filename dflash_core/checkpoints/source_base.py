@@ -104,14 +104,6 @@ class SourceFile(ABC):
         self.stat = stat
         """As it was when the file was opened."""
 
-    @property
-    def version(self) -> str:
-        """Return which bytes these are, where no checksum tells: the place, and what the host says of them.
-
-        Not without the place: two steps that were copied within one second have one size, one header and one time.
-        """
-        return f"{self.display}\0{self.stat.version}"
-
     @abstractmethod
     def read_ranges(self, ranges: Sequence[ByteRange], sink: Sink) -> None:
         """Read ranges and hand each block to `sink`, in order and without gaps inside a range.

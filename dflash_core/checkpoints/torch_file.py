@@ -218,7 +218,7 @@ def _identity(reader: RangeReader, index: ZipIndex) -> str:
     if id_record is not None and id_record.size <= FRONT_SLACK_BYTES:
         digest.update(read_record(reader, id_record))
     if not index.has_checksums:
-        digest.update(reader.file.version.encode(errors="surrogateescape"))
+        digest.update(reader.file.stat.version.encode())
     return digest.hexdigest()
 
 

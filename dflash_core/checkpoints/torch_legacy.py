@@ -42,7 +42,7 @@ class TorchLegacy(Container):
             name: TensorInfo(element=tensor.element, shape=tensor.shape) for name, tensor in self._weights.items()
         }
         digest = hashlib.sha256(b"torch_legacy\0" + self._index.digest)
-        digest.update(f"{file.version}\n".encode(errors="surrogateescape"))
+        digest.update(f"{file.stat.version}\n".encode())
         self.identity = digest.hexdigest()
         self.facts = collect_facts(self._index.root) if isinstance(self._index.root, dict) else {}
         self.odd_globals = odd_names(self._index.global_names)

@@ -30,7 +30,7 @@ class TorchZip(Container):
         self.tensors = {
             name: TensorInfo(element=tensor.element, shape=tensor.shape) for name, tensor in self._torch.weights.items()
         }
-        self.identity = self._torch.identity
+        self.identity, self.has_checksums = self._torch.identity, self._torch.has_checksums
         self.weights_under = self._torch.weights_under
         self.facts, self.odd_globals = self._torch.facts, self._torch.odd_globals
 

@@ -238,3 +238,16 @@ def test_the_header_is_the_one_that_the_library_writes_for_all_its_types() -> No
             tensors[f"{which}.{element.name}"] = torch.zeros(shape).to(getattr(torch, element.name))
             described[f"{which}.{element.name}"] = (element, shape)
     assert save(tensors).startswith(build_header(described).raw)
+
+
+def test_drafters_without_a_step_are_told_by_their_folder_and_a_moved_run_is_the_same(tmp_path: Path) -> None:
+    found = {}
+    for place in ("here/a", "here/b", "there/a"):
+        folder = tmp_path / place / "x" / place[-1]
+        folder.mkdir(parents=True)
+        save_file(drafter_tensors(seed=ord(place[-1])), folder / "model.safetensors")
+        os.utime(folder / "model.safetensors", (1_000_000_000, 1_000_000_000))
+        found[place] = inspect_checkpoint(str(folder)).ref.identity
+        assert inspect_checkpoint(str(folder / "model.safetensors")).ref.identity == found[place], "by file or folder"
+    assert found["here/a"] != found["here/b"]
+    assert found["here/a"] == found["there/a"], "run, folder, files, size and time are the same: it was moved"

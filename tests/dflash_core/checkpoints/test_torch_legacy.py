@@ -148,7 +148,7 @@ def test_only_the_bytes_of_the_drafter_are_read(tmp_path: Path) -> None:
         assert source.bytes_read <= wanted + 200_000 < path.stat().st_size // 5
 
 
-def test_identity_follows_the_index_the_time_and_the_place(tmp_path: Path) -> None:
+def test_identity_follows_the_index_and_the_time(tmp_path: Path) -> None:
     one = save_legacy(mixed_checkpoint(drafter_tensors(), step=1), tmp_path / "a.pt")
     copy, other = tmp_path / "b.pt", tmp_path / "c.pt"
     copy.write_bytes(one.read_bytes())
@@ -158,8 +158,7 @@ def test_identity_follows_the_index_the_time_and_the_place(tmp_path: Path) -> No
         os.utime(path, (1_000_000, 1_000_000))
         with opened(path) as container:
             identities.append(container.identity)
-    assert identities[0] == identities[3]
-    assert len(set(identities)) == 3, "without a checksum a copy elsewhere may be anything"
+    assert identities[0] == identities[1] == identities[3] != identities[2]
     os.utime(one, (1_000_001, 1_000_001))
     with opened(one) as container:
         assert container.identity != identities[0]
