@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from dflash_core.checkpoints import CheckpointInspection
+from dflash_core.checkpoints import CheckpointInspection, FoundCheckpoint
 from dflash_core.errors import DFlashEvalError
 
 Kind = Literal["waiting", "scored", "known", "started", "skipped", "failed", "vanished", "unreachable", "status"]
@@ -108,3 +108,21 @@ class Seen:
     def is_settled(self) -> bool:
         """Tell whether what lay there at the last look is done with."""
         return self.settled is not None and self.settled == self.signature
+
+
+WENT_AWAY = "it went away before it was scored: deleted, renamed or rotated away"
+
+
+def went_away(
+    listed: Iterable[FoundCheckpoint], found: Iterable[FoundCheckpoint], seen: Mapping[str, Seen]
+) -> list[FoundCheckpoint]:
+    """Return what the last look listed and this one does not, and which nobody has said a word of yet.
+
+    Args:
+        listed: of the last look.
+        found: of this look.
+        seen: address to what is remembered of it.
+    """
+    present = {one.url for one in found}
+    gone = [(one, seen.get(one.url, Seen())) for one in listed if one.url not in present]
+    return [one for one, of_it in gone if of_it.signature == one.signature != of_it.settled and of_it.run is None]

@@ -32,7 +32,7 @@ from flows import notifying
 from flows.scoring import known_result, score_checkpoint
 from flows.watch_choice import Choice
 from flows.watch_errors import is_passing
-from flows.watch_values import Kind, PassingFault, Runs, RunsUsedUp, Seen, WatchEvent
+from flows.watch_values import WENT_AWAY, Kind, PassingFault, Runs, RunsUsedUp, Seen, WatchEvent, went_away
 
 MAX_ATTEMPTS = 3
 MAX_HOST_ATTEMPTS = 14
@@ -111,6 +111,8 @@ class Watch:
             self._tell_once("waiting", self.run_url, self._problem)
         else:
             self._problem = "" if found else "no checkpoint yet"
+            for gone in went_away(self._listed, found, self._seen):
+                self._tell_once("waiting", gone.name, WENT_AWAY)
         self._seen_steps |= {one.step for one in found if one.step is not None and self.choice.passes(one)}
         taken = self.choice.select(found, self._seen_steps)
         self._num_passed_over = len(found) - len(taken)

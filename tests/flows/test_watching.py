@@ -142,3 +142,21 @@ def test_a_known_checkpoint_is_answered_and_nothing_runs(setup: Setup) -> None:
     with pytest.raises(CheckpointVanished):
         score_checkpoint(config, address, rotating(setup, "step_1", chain(config)))
     assert rows(setup) == [(1, "done"), (1, "vanished")]
+
+
+def test_one_that_goes_between_two_looks_is_not_passed_over_in_silence(setup: Setup) -> None:
+    """It was seen once, so nobody knew yet whether it was whole; what was scored may go without a word."""
+    events: list[WatchEvent] = []
+    watch = make_watch(setup, events)
+    assert watch.look() == [], "the first look"
+    shutil.rmtree(setup.run / "step_1")
+    watch.look()
+    watch.look()
+    assert kinds(events) == [("waiting", "step_1")]
+    assert "went away before it was scored" in events[0].message
+    events.clear()
+    (found,) = watch.look()
+    watch.score(found)
+    shutil.rmtree(setup.run / "step_2")
+    watch.look()
+    assert kinds(events) == [("scored", "step_2")]
