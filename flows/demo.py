@@ -93,7 +93,7 @@ def run_demo(folder: Path, *, as_json: bool, debug: bool) -> int:
             _prepare(config_path)
             screen.say("3/4 a stand-in run trains a drafter on the box; each checkpoint is scored as it becomes ready")
             results, failures = _watch(folder, config, config_path, run_url, runs / RUN)
-    _write_report(config)
+        _write_report(config)  # while the box is up: the drafts it shows are made again, from checkpoints there
     _show(config, config_path, results, as_json=as_json, seconds=time.monotonic() - begin)
     return 1 if failures or not results else 0
 
